@@ -1,0 +1,197 @@
+"""The error tree. Every error says what was wanted, what was found and what to do about it.
+
+    CbRayError
+    ├── InvalidRequestError (ValueError)      400  the request can never be served as it stands; names the parameter
+    ├── ConfigError (ValueError)              400  a setting is out of range or unknown; names the nearest right one
+    ├── UnsupportedModelError (ValueError)    400  the model has something this engine does not compute
+    ├── UnknownModelError (LookupError)       404  no such model is served here
+    ├── QueueFullError (queue.Full)           429  as many requests wait as may wait; come back later
+    ├── RequestCancelledError                 499  the caller gave up first
+    ├── EngineStoppedError (RuntimeError)     503  the engine takes no more requests
+    ├── EngineFailedError (RuntimeError)      503  a step failed; every request in flight failed with it
+    ├── ReplicaLostError (RuntimeError)       503  the replica that served this request is gone
+    ├── NoReplicaError (RuntimeError)         503  nothing can serve now
+    └── RequestTimeoutError (TimeoutError)    408  the request's own time limit passed
+
+Owns the HTTP status and the OpenAI error type of each. May know nothing but the standard library. Each constructor hands
+all its arguments to `super().__init__`, so an error survives pickling between Ray processes with its fields.
+"""
+
+from __future__ import annotations
+
+import difflib
+import queue
+from collections.abc import Iterable
+
+
+class CbRayError(Exception):
+    """Base of all errors of this package."""
+
+    http_status: int = 500
+    openai_type: str = "server_error"
+    code: str | None = None
+
+
+class InvalidRequestError(CbRayError, ValueError):
+    """A request that can never be served as it stands. `param` names what is wrong in it."""
+
+    http_status = 400
+    openai_type = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param, code)
+        self.message, self.param, self.code = message, param, code
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ConfigError(CbRayError, ValueError):
+    """A setting that is unknown, of the wrong type or out of range."""
+
+    http_status = 400
+    openai_type = "invalid_request_error"
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message, field)
+        self.message, self.field = message, field
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class UnsupportedModelError(CbRayError, ValueError):
+    """The model has a part that this engine would compute wrongly, so it refuses to start."""
+
+    http_status = 400
+    openai_type = "invalid_request_error"
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(model, reason)
+        self.model, self.reason = model, reason
+
+    def __str__(self) -> str:
+        return f"{self.model} is not supported: {self.reason}"
+
+
+class UnknownModelError(CbRayError, LookupError):
+    """A model name that is not served here."""
+
+    http_status = 404
+    openai_type = "invalid_request_error"
+    code = "model_not_found"
+
+    def __init__(self, model: str, served: tuple[str, ...]) -> None:
+        super().__init__(model, served)
+        self.model, self.served = model, served
+        self.param = "model"
+
+    def __str__(self) -> str:
+        return f"The model `{self.model}` does not exist; this server has {', '.join(f'`{name}`' for name in self.served)}"
+
+
+class QueueFullError(CbRayError, queue.Full):
+    """The service is at its admission limit; the caller should slow down and try again."""
+
+    http_status = 429
+    openai_type = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, waiting: int, limit: int, retry_after_s: float = 1.0) -> None:
+        super().__init__(waiting, limit, retry_after_s)
+        self.waiting, self.limit, self.retry_after_s = waiting, limit, retry_after_s
+
+    def __str__(self) -> str:
+        return f"{self.waiting} requests are waiting and the limit is {self.limit}; retry in {self.retry_after_s:g} s"
+
+
+class RequestCancelledError(CbRayError):
+    """The request was cancelled by its caller."""
+
+    http_status = 499
+    openai_type = "invalid_request_error"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return f"request {self.request_id} was cancelled"
+
+
+class EngineStoppedError(CbRayError, RuntimeError):
+    """The engine takes no more requests: it is stopping, stopped or destroyed."""
+
+    http_status = 503
+    code = "engine_stopped"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class EngineFailedError(CbRayError, RuntimeError):
+    """A step of the engine failed. `cause` is the text of the original exception."""
+
+    http_status = 503
+    code = "engine_failed"
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return self.cause
+
+
+class ReplicaLostError(CbRayError, RuntimeError):
+    """The replica that was serving this request died or was taken away."""
+
+    http_status = 503
+    code = "replica_lost"
+
+    def __init__(self, replica: str, tokens_so_far: int = 0) -> None:
+        super().__init__(replica, tokens_so_far)
+        self.replica, self.tokens_so_far = replica, tokens_so_far
+
+    def __str__(self) -> str:
+        return f"the replica serving this request was lost after {self.tokens_so_far} tokens; send the request again"
+
+
+class NoReplicaError(CbRayError, RuntimeError):
+    """No replica can serve a request now, and none is expected in time."""
+
+    http_status = 503
+    code = "no_replica"
+
+    def __init__(self, message: str, retry_after_s: float = 5.0) -> None:
+        super().__init__(message, retry_after_s)
+        self.message, self.retry_after_s = message, retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class RequestTimeoutError(CbRayError, TimeoutError):
+    """The request's own time limit passed before it ended."""
+
+    http_status = 408
+    openai_type = "invalid_request_error"
+    code = "timeout"
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self.timeout_s = timeout_s
+
+    def __str__(self) -> str:
+        return f"the request did not end within its time limit of {self.timeout_s:g} s"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that helps with a misspelt name: the closest known one, or the whole list when nothing is close."""
+    choices = sorted(known)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(choices)}"
