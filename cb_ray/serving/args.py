@@ -1,0 +1,247 @@
+"""The settings of a deployed app: everything that stands under `args:` in `deployments/app.yaml`, as frozen dataclasses.
+
+Owns their names, defaults and checks: an unknown key is an error that names the nearest key, a value of the wrong type is an
+error that names the setting by its path (`pool.max_replicas`). Knows nothing of Ray; `app.py` makes Serve options of them.
+
+    AppArgs ── model, served_model_name, max_queue_size
+      ├── routing: RoutingArgs   which replica a request goes to
+      ├── pool:    PoolArgs      how many replicas, what each takes, when one is given up
+      ├── router:  RouterArgs    the HTTP side
+      └── engine:  EngineArgs    any ContinuousBatchingConfig field, and where it runs
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from ..errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from ..config import ContinuousBatchingConfig
+
+T = TypeVar("T")
+
+Policy = Literal["prefix_aware", "least_work", "power_of_two", "round_robin"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingArgs:
+    """Which replica a request goes to. `policy` is one of prefix_aware, least_work, power_of_two, round_robin."""
+
+    policy: Policy = "prefix_aware"
+    index_max_bytes: int = 256 * 2**20  # memory the Board may spend on knowing what is cached where
+    session_affinity: bool = False  # requests of one session (x-session-id) prefer one replica
+
+    def __post_init__(self) -> None:
+        _require(self.index_max_bytes >= 2**16, "routing.index_max_bytes", self.index_max_bytes, "at least 65536")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolArgs:
+    """How many replicas there are, how much each takes at once, and when one is given up. Times are seconds."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    slots_per_replica: int | None = None  # requests granted to one replica at once; None: engine.max_requests_per_batch, else 256
+    target_drain_s: float = 10.0  # scale so that the work owed would be done in this time
+    upscale_delay_s: float = 1.0
+    downscale_delay_s: float = 60.0
+    downscale_to_zero_delay_s: float = 300.0
+    cold_start_timeout_s: float = 300.0  # how long a request waits for a first replica before 503
+    lease_timeout_s: float = 30.0  # a grant that no engine confirms within this time is taken back
+    consumer_timeout_s: float = 120.0  # a stream that nobody reads for this long is cancelled
+    step_timeout_s: float = 120.0  # a step that takes longer counts as stuck and fails the health check
+    graceful_shutdown_timeout_s: float = 610.0  # a draining replica may finish its streams; above the longest generation
+    health_check_period_s: float = 5.0
+    health_check_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        _require(self.min_replicas >= 0, "pool.min_replicas", self.min_replicas, "0 or more")
+        _require(
+            self.max_replicas >= max(1, self.min_replicas),
+            "pool.max_replicas",
+            self.max_replicas,
+            f"at least 1 and at least min_replicas ({self.min_replicas})",
+        )
+        _require(
+            self.slots_per_replica is None or self.slots_per_replica >= 1,
+            "pool.slots_per_replica",
+            self.slots_per_replica,
+            "1 or more",
+        )
+        for spec in dataclasses.fields(self):
+            if spec.name.endswith("_s"):
+                value = getattr(self, spec.name)
+                low_ok = value >= 0 if spec.name.startswith(("upscale", "downscale")) else value > 0
+                _require(low_ok, f"pool.{spec.name}", value, "a positive number of seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterArgs:
+    """The HTTP side: how many Router replicas, who may call, and how long a request may take."""
+
+    num_replicas: int = 1
+    num_cpus: float = 0.1  # what Ray's scheduler sets aside for one Router; no limit on what it uses
+    max_ongoing_requests: int = 4096
+    num_tokenizer_threads: int = 4
+    max_failovers: int = 3  # how often a stream moves on when its replica dies
+    request_timeout_s: float | None = None
+    api_keys: tuple[str, ...] = ()  # none: everyone may call
+    cors_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("num_replicas", "max_ongoing_requests", "num_tokenizer_threads"):
+            _require(getattr(self, name) >= 1, f"router.{name}", getattr(self, name), "1 or more")
+        _require(self.num_cpus >= 0, "router.num_cpus", self.num_cpus, "0 or more")
+        _require(self.max_failovers >= 0, "router.max_failovers", self.max_failovers, "0 or more")
+        _require(
+            self.request_timeout_s is None or self.request_timeout_s > 0,
+            "router.request_timeout_s",
+            self.request_timeout_s,
+            "above 0",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """One engine: where it runs, in what precision, and `config`: the ContinuousBatchingConfig fields that were set.
+
+    In YAML the config fields stand beside the others (`engine: {page_size: 64, dtype: bfloat16}`); `parse_args` sorts them.
+    """
+
+    dtype: str = "auto"  # auto: as the checkpoint says on GPU, float32 on CPU
+    device: str = "auto"  # auto: cuda where the replica was given a GPU, else cpu
+    num_cpus: float | None = None  # what Ray sets aside for one replica; None: a fair share of this cluster
+    num_gpus: float | None = None  # None: one per tensor-parallel rank where the cluster has GPUs, else none
+    num_threads: int | None = None  # torch threads; None: a fair share of this machine's cores
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None  # tokens of prompt and answer; None: what the model was made for
+    warmup: bool = True
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        _require(self.tensor_parallel_size >= 1, "engine.tensor_parallel_size", self.tensor_parallel_size, "1 or more")
+        for name in ("num_cpus", "num_gpus"):
+            value = getattr(self, name)
+            _require(value is None or value >= 0, f"engine.{name}", value, "0 or more")
+        for name in ("num_threads", "max_model_len"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"engine.{name}", value, "1 or more")
+        dtypes = ("auto", "float32", "float16", "bfloat16")
+        _require(self.dtype in dtypes, "engine.dtype", self.dtype, f"one of {', '.join(dtypes)}")
+        if self.config:
+            _refuse_unknown(self.config, _config_fields() | _names(EngineArgs), "engine")
+            self.batching_config()
+
+    def batching_config(self) -> ContinuousBatchingConfig:
+        """The engine's ContinuousBatchingConfig; raises ConfigError for a value that it refuses."""
+        from ..config import ContinuousBatchingConfig
+
+        return ContinuousBatchingConfig(**self.config)
+
+    @property
+    def page_size(self) -> int:
+        return self.batching_config().page_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppArgs:
+    """The whole app. `max_queue_size` bounds the requests that wait anywhere in the pool (0: no bound)."""
+
+    model: str = "demo:smollm2-135m"
+    served_model_name: str | None = None
+    max_queue_size: int = 256
+    routing: RoutingArgs = field(default_factory=RoutingArgs)
+    pool: PoolArgs = field(default_factory=PoolArgs)
+    router: RouterArgs = field(default_factory=RouterArgs)
+    engine: EngineArgs = field(default_factory=EngineArgs)
+
+    def __post_init__(self) -> None:
+        _require(bool(self.model), "model", self.model, "a hub id, a directory, a .gguf file or demo:smollm2-135m")
+        _require(self.max_queue_size >= 0, "max_queue_size", self.max_queue_size, "0 (no bound) or more")
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use: as given, or the last part of a path, or the hub id."""
+        if self.served_model_name:
+            return self.served_model_name
+        source = self.model.removeprefix("demo:")
+        if source.startswith(("/", ".", "~")) or source.endswith(".gguf"):
+            return PurePath(source).name.removesuffix(".gguf")
+        return source
+
+    @property
+    def slots_per_replica(self) -> int:
+        """Requests that one replica is granted at once."""
+        return self.pool.slots_per_replica or self.engine.config.get("max_requests_per_batch") or 256
+
+
+def parse_args(values: Mapping[str, Any] | AppArgs) -> AppArgs:
+    """AppArgs of what YAML gave. Raises ConfigError naming the setting, what was found and what is wanted."""
+    return values if isinstance(values, AppArgs) else _parse(AppArgs, values, "")
+
+
+def _parse(cls: type[T], values: object, path: str) -> T:
+    _require(isinstance(values, Mapping), path or "args", values, "a mapping of settings")
+    given = dict(typing.cast("Mapping[str, Any]", values))
+    if cls is EngineArgs:
+        extra = {name: given.pop(name) for name in list(given) if name not in _names(EngineArgs) or name == "config"}
+        nested = extra.pop("config", {})
+        _require(isinstance(nested, Mapping), "engine.config", nested, "a mapping of ContinuousBatchingConfig fields")
+        given["config"] = {**extra, **nested}
+    else:
+        _refuse_unknown(given, _names(cls), path)
+    hints = typing.get_type_hints(cls)
+    return cls(**{name: _coerce(hints[name], value, f"{path}.{name}".lstrip(".")) for name, value in given.items()})
+
+
+def _coerce(hint: Any, value: Any, path: str) -> Any:
+    """`value` as the type `hint` says, or ConfigError. Accepts an int for a float and a list for a tuple; nothing else bends."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in options:
+            return None
+        return _coerce(next(option for option in options if option is not type(None)), value, path)
+    if origin is Literal:
+        _require(value in options, path, value, f"one of {', '.join(map(str, options))}")
+        return value
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return value if isinstance(value, hint) else _parse(hint, value if value is not None else {}, path)
+    if origin is tuple:
+        _require(isinstance(value, (list, tuple)), path, value, "a list")
+        return tuple(_coerce(options[0], item, path) for item in value)
+    if origin is not None:  # Mapping
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    right = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+    _require(right, path, value, f"of type {hint.__name__}")
+    return value
+
+
+def _names(cls: type) -> set[str]:
+    return {spec.name for spec in dataclasses.fields(cls)}
+
+
+def _config_fields() -> set[str]:
+    from ..config import ContinuousBatchingConfig
+
+    return _names(ContinuousBatchingConfig)
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: set[str], path: str) -> None:
+    for name in given:
+        if name not in known:
+            full = f"{path}.{name}".lstrip(".")
+            raise ConfigError(f"unknown setting {full!r}; {nearest(str(name), known - {'config'})}", field=full)
+
+
+def _require(holds: bool, name: str, found: object, wanted: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} must be {wanted}, got {found!r}", field=name)
