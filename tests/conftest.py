@@ -21,7 +21,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., PreTrainedModel]:
-    """`tiny_model("llama", **config_fields)`: a fresh random model of a family of `tiny.FAMILIES`, always with the same weights."""
+    """`tiny_model("llama", **config_fields)`: a fresh random model of a family in `tiny.FAMILIES`; always the same weights."""
     return tiny.make_model
 
 
