@@ -3,6 +3,7 @@
     CbRayError
     ├── InvalidRequestError (ValueError)      400  the request can never be served as it stands; names the parameter
     ├── ConfigError (ValueError)              400  a setting is out of range or unknown; names the nearest right one
+    │   └── DeviceError (RuntimeError)        400  a setting that this device cannot do
     ├── UnsupportedModelError (ValueError)    400  the model has something this engine does not compute
     ├── UnknownModelError (LookupError)       404  no such model is served here
     ├── QueueFullError (queue.Full)           429  as many requests wait as may wait; come back later
@@ -58,6 +59,10 @@ class ConfigError(CbRayError, ValueError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class DeviceError(ConfigError, RuntimeError):
+    """A setting that is right in itself but that the model's device cannot do."""
 
 
 class UnsupportedModelError(CbRayError, ValueError):
