@@ -5,6 +5,7 @@
     ├── ConfigError (ValueError)              400  a setting is out of range or unknown; names the nearest right one
     │   └── DeviceError (RuntimeError)        400  a setting that this device cannot do
     ├── UnsupportedModelError (ValueError)    400  the model has something this engine does not compute
+    ├── ModelSourceError (RuntimeError)       500  the model's files cannot be had, or are not what they should be
     ├── UnknownModelError (LookupError)       404  no such model is served here
     ├── QueueFullError (queue.Full)           429  as many requests wait as may wait; come back later
     ├── RequestCancelledError                 499  the caller gave up first
@@ -77,6 +78,17 @@ class UnsupportedModelError(CbRayError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.model} is not supported: {self.reason}"
+
+
+class ModelSourceError(CbRayError, RuntimeError):
+    """The files of a model cannot be fetched, converted or kept, or are not what they should be."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class UnknownModelError(CbRayError, LookupError):
