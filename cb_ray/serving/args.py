@@ -143,7 +143,7 @@ class EngineArgs:
         """The engine's ContinuousBatchingConfig; raises ConfigError for a value that it refuses."""
         from ..config import ContinuousBatchingConfig
 
-        return ContinuousBatchingConfig(**self.config)
+        return ContinuousBatchingConfig.of(self.config)
 
     @property
     def page_size(self) -> int:

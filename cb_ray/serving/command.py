@@ -1,0 +1,145 @@
+"""Serve a model, or the applications of a YAML file, over HTTP: checks every setting first, then starts Ray Serve.
+
+Owns the command line's arguments and the order of a start: settings are checked and the model is fetched here, with progress
+bars, before the first process starts. Knows `app.py`'s settings; Ray is imported only when there is something to start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..engine.model_source import resolve_model
+from ..errors import CbRayError, ConfigError
+from .args import AppArgs, parse_args
+
+BUILDER = "cb_ray.serving.app:build"
+NAME = "cb-ray"
+# Ray Serve's settings for many small messages: HAProxy in front, replicas that talk directly, and a router with a loop of its
+# own so that plain Python callers keep working. A stream may live half an hour behind a proxy that reloads. Ray reads them
+# when it starts; what the user has set stays.
+DATA_PLANE = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "1800",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        nargs="?",
+        default=AppArgs.__dataclass_fields__["model"].default,
+        help="a model (hub id, directory, .gguf file, demo:smollm2-135m) or a Serve config file (.yaml); default: %(default)s",
+    )
+    parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; default: from its source")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s; 0.0.0.0 for all)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="settings",
+        help="any setting of the app, as in deployments/app.yaml; for instance --set engine.page_size=32 (may be repeated)",
+    )
+    parser.add_argument("--check", action="store_true", help="check the settings and stop")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Start and stay until interrupted. Raises ConfigError for a wrong setting before anything is started."""
+    target: str = given.target
+    from_file = target.endswith((".yaml", ".yml"))
+    if from_file and (given.settings or given.served_model_name):
+        raise ConfigError(f"{target} holds all settings of its applications; change them there instead of on the command line")
+    apps = read_applications(Path(target)) if from_file else {NAME: settings_of(given)}
+    parsed = {name: parse_args(values) for name, values in apps.items()}
+    if given.check:
+        for name, args in parsed.items():
+            print(f"{name}: serves {args.model} as {args.model_name}; the settings are right")
+        return 0
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("serving needs Ray Serve; pip install 'cb-ray[serve]' brings it")
+    for args in parsed.values():
+        resolve_model(args.model)  # now and with progress bars, rather than in a replica whose log nobody reads
+    for variable, value in DATA_PLANE.items():
+        os.environ.setdefault(variable, value)
+    return _serve_file(target) if from_file else _serve(apps[NAME], host=given.host, port=given.port)
+
+
+def settings_of(given: argparse.Namespace) -> dict[str, Any]:
+    """The app's settings as the command line gives them, nested as in YAML."""
+    target: str = given.target
+    here = Path(target).expanduser()
+    settings: dict[str, Any] = {"model": str(here.resolve()) if here.exists() else target}  # replicas run in other directories
+    if given.served_model_name:
+        settings["served_model_name"] = given.served_model_name
+    for assignment in given.settings:
+        key, equals, text = assignment.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"--set needs KEY=VALUE, for instance engine.page_size=32; got {assignment!r}")
+        *rooms, last = key.split(".")
+        place = settings
+        for room in rooms:
+            place = place.setdefault(room, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"--set {assignment}: {room} is a value, not a group of settings", field=key)
+        place[last] = yaml.safe_load(text)
+    return settings
+
+
+def read_applications(file: Path) -> dict[str, Mapping[str, Any]]:
+    """`args` of every cb-ray application in a Serve config file, by name. Other applications in it are Serve's business."""
+    try:
+        content = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no valid YAML: {error}") from error
+    applications: list[Any] = content.get("applications") or [] if isinstance(content, dict) else []
+    ours: dict[str, Mapping[str, Any]] = {
+        str(app.get("name", "default")): app.get("args") or {}
+        for app in applications
+        if isinstance(app, dict) and app.get("import_path") == BUILDER
+    }
+    if not ours:
+        raise ConfigError(f"{file} has no application with import_path {BUILDER}; deployments/app.yaml shows one")
+    return ours
+
+
+def _serve(settings: Mapping[str, Any], *, host: str, port: int) -> int:
+    from ray import serve
+
+    from .app import build
+
+    serve.start(http_options={"host": host, "port": port})
+    try:
+        serve.run(build(settings), name=NAME, route_prefix="/")
+        print(f"{parse_args(settings).model_name} is served at http://{host}:{port}/v1; Ctrl-C ends it", flush=True)
+        signal.pause()
+    except KeyboardInterrupt:
+        print("stopping", file=sys.stderr)
+    finally:
+        serve.shutdown()
+    return 0
+
+
+def _serve_file(file: str) -> int:
+    from ray.serve.scripts import cli
+
+    try:
+        cli(["run", file], prog_name="serve", standalone_mode=False)
+    except KeyboardInterrupt:
+        return 0
+    except Exception as error:  # click's own errors, whose message is the whole story
+        raise CbRayError(str(error)) from error
+    return 0
