@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import InvalidRequestError
 
@@ -66,11 +66,12 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None  # None: none; 0: of the chosen token; n: of the n best as well
     prompt_logprobs: int | None = None
+    full_history: bool = False  # processors beyond these fields read all tokens of the request
 
     def __post_init__(self) -> None:
         """Raises InvalidRequestError (a ValueError) naming the parameter."""
         _check_number("temperature", self.temperature, 0.0, math.inf)
-        _check(isinstance(self.top_k, int) and self.top_k >= -1, "top_k", self.top_k, "a whole number, 0 (off) or more")
+        _check(type(self.top_k) is int and self.top_k >= -1, "top_k", self.top_k, "a whole number, 0 (off) or more")
         _check_number("top_p", self.top_p, 0.0, 1.0)
         _check(self.top_p > 0.0, "top_p", self.top_p, "above 0 and at most 1")
         _check_number("min_p", self.min_p, 0.0, 1.0)
@@ -83,7 +84,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(value is None or 0 <= value <= 20, name, value, "between 0 and 20")
-        _check(self.seed is None or isinstance(self.seed, int), "seed", self.seed, "a whole number")
+        _check(self.seed is None or type(self.seed) is int, "seed", self.seed, "a whole number")
 
     @property
     def greedy(self) -> bool:
@@ -93,7 +94,8 @@ class SamplingParams:
     def reads_history(self) -> bool:
         """Whether choosing a token needs the tokens before it, so that it must wait until they are known on the host."""
         return bool(
-            self.repetition_penalty != 1.0
+            self.full_history
+            or self.repetition_penalty != 1.0
             or self.presence_penalty
             or self.frequency_penalty
             or self.bad_words
@@ -107,7 +109,7 @@ class SamplingParams:
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:
     wanted = f"a number of at least {low:g}" if high == math.inf else f"a number between {low:g} and {high:g}"
-    _check(isinstance(value, (int, float)) and not isinstance(value, bool), name, value, wanted)
+    _check(type(value) in (int, float), name, value, wanted)
     _check(math.isfinite(value) and low <= value <= high, name, value, wanted)
 
 
@@ -199,9 +201,9 @@ class GenerationOutput:
     """All that is known of one request so far: the fields of transformers' class of this name, then ours."""
 
     request_id: str
-    prompt_ids: list[int] = field(default_factory=list)
-    generated_tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list[int])
+    generated_tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
     error: str | None = None
     status: RequestStatus = RequestStatus.PENDING
     created_time: float = field(default_factory=time.perf_counter)
@@ -246,7 +248,7 @@ class EngineStats:
         return self.blocks_held / self.blocks_total if self.blocks_total else 0.0
 
 
-def as_token_ids(value: Iterable[int], vocab_size: int | None = None) -> tuple[int, ...]:
+def as_token_ids(value: Any, vocab_size: int | None = None) -> tuple[int, ...]:
     """A tuple of plain ints from any sequence of integers (list, tuple, array, 1-D tensor).
 
     Raises InvalidRequestError for an empty prompt, for what is no integer, and for ids outside [0, vocab_size).
@@ -254,17 +256,19 @@ def as_token_ids(value: Iterable[int], vocab_size: int | None = None) -> tuple[i
     if isinstance(value, (str, bytes)):
         raise InvalidRequestError("input_ids must be token ids, got text; tokenize it first", param="input_ids")
     if hasattr(value, "tolist"):
-        value = value.tolist()  # type: ignore[union-attr]
+        value = value.tolist()
     try:
-        items = list(value)
+        items: list[Any] = list(value)
     except TypeError as error:
         raise InvalidRequestError(f"input_ids must be a sequence of token ids, got {value!r}", param="input_ids") from error
     ids: list[int] = []
     for item in items:
         if hasattr(item, "item"):
-            item = item.item()  # type: ignore[union-attr]
+            item = item.item()
         if not isinstance(item, int) or isinstance(item, bool):
-            raise InvalidRequestError(f"token ids must be integers, got {item!r} of type {type(item).__name__}", param="input_ids")
+            raise InvalidRequestError(
+                f"token ids must be integers, got {item!r} of type {type(item).__name__}", param="input_ids"
+            )
         ids.append(item)
     if not ids:
         raise InvalidRequestError("the prompt is empty; it needs at least one token", param="input_ids")

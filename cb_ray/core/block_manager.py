@@ -4,8 +4,8 @@ Knows counters and block ids, no tensor. Every verb does all or nothing. Both ki
 
     slot of position p = table[p // page_size] * page_size + p % page_size
 
-A full-attention table keeps all its blocks. A sliding one gives back the blocks that lie wholly left of the window and points their
-entries at the trash block, so that one slot formula serves both and a prefix can be shared in both:
+A full-attention table keeps all its blocks. A sliding one gives back the blocks that lie wholly left of the window and points
+their entries at the trash block, so that one slot formula serves both and a prefix can be shared in both:
 
     position     0 ……………… | first visible ………… num_computed
     sliding      trash trash | block  block  block

@@ -1,8 +1,8 @@
 """The engine's mind: add, cancel, plan, commit. Owns every request's tokens, counters and phase, and the weights version.
 
-Knows no thread, device or clock: `now` comes in as an argument, work goes out as a plan, tokens come back as a result. What leaves
-for the callers collects in `take_chunks`. Driven by one thread at a time; with depth 2, `plan` is called once before the `commit`
-of the plan before, so a plan may hold tokens that are still in flight.
+Knows no thread, device or clock: `now` comes in as an argument, work goes out as a plan, tokens come back as a result. What
+leaves for the callers collects in `take_chunks`. Driven by one thread at a time; with depth 2, `plan` is called once before
+the `commit` of the plan before, so a plan may hold tokens that are still in flight.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EngineCore:
         self._step = 0
         self._totals = {"preemptions": 0, "finished": 0, "failed": 0, "cancelled": 0, "prompt": 0, "cached": 0, "generated": 0}
 
-    # ---- requests in ------------------------------------------------------------------------------------------------------------
+    # ---- requests in --------------------------------------------------------------------------------------------------
 
     def add(self, source: GenerateRequest, now: float) -> None:
         """Put a request in line. Raises InvalidRequestError when it can never be served, or its id is already in use."""
@@ -92,7 +92,7 @@ class EngineCore:
             request.error = error
             self._remove(request, RequestStatus.FAILED, "failed", now)
 
-    # ---- a step -------------------------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> BatchPlan:
         """The next step. No rows: nothing can run until a step in flight is committed, or a request is added (law L5)."""
@@ -183,7 +183,7 @@ class EngineCore:
         if request.prompt_top_logprobs is not None:
             request.prompt_top_logprobs += found[1][fresh : fresh + room]
 
-    # ---- requests out -------------------------------------------------------------------------------------------------------------
+    # ---- requests out -------------------------------------------------------------------------------------------------
 
     def _fail(self, request: Request, error: Exception, now: float) -> None:
         request.error = error
@@ -204,7 +204,7 @@ class EngineCore:
         chunks, self._chunks = self._chunks, []
         return chunks
 
-    # ---- weights --------------------------------------------------------------------------------------------------------------------
+    # ---- weights ----------------------------------------------------------------------------------------------------
 
     @property
     def weights_version(self) -> int:
@@ -224,7 +224,7 @@ class EngineCore:
         """Forget every cached page: nothing computed so far is shared with later requests."""
         self._blocks.forget_all()
 
-    # ---- looking in -------------------------------------------------------------------------------------------------------------------
+    # ---- looking in ---------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:

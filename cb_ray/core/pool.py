@@ -86,7 +86,9 @@ class BlockPool:
     # ---- blocks -----------------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` blank blocks; when those run out, the cached ones released longest ago. The caller has asked num_free."""
+        """Hand out `count` blank blocks; when those run out, the cached ones released longest ago. The caller has asked
+        num_free.
+        """
         if count > self.num_free:
             raise AssertionError(f"{count} blocks were taken and {self.num_free} are free: ask before taking")
         taken: list[int] = []

@@ -4,8 +4,8 @@
     num_computed    │ KV computed or planned ▲                    grows when a step is planned
     num_in_flight                          │ ? │                 sampled, value not yet on the host
 
-Law L3: num_computed ≤ known + in flight ≤ prompt + max_new. The phase (waiting, prefilling, decoding) follows from the counters and
-from whether the request has a seat; it is never stored.
+Law L3: num_computed ≤ known + in flight ≤ prompt + max_new. The phase (waiting, prefilling, decoding) follows from the
+counters and from whether the request has a seat; it is never stored.
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ class Request:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that exist, or will when the step in flight is done, and whose KV is not planned yet; 0 when nothing more is due."""
+        """Tokens that exist, or will when the step in flight is done, and whose KV is not planned yet; 0 when nothing more is
+        due.
+        """
         if len(self.tokens) + self.num_in_flight - self.num_prompt >= self.max_new:
             return 0
         return len(self.tokens) + self.num_in_flight - self.num_computed

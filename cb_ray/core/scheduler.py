@@ -1,18 +1,18 @@
 """Who computes what next. Owns the waiting line and the set of running requests; asks the block manager for memory.
 
-Knows no clock, thread or tensor. There is no prefill and no decode, only requests whose computed tokens catch up with their tokens:
+Knows no clock, thread or tensor. There is no prefill and no decode, only requests whose computed tokens catch up with their
+tokens:
 
     running, in order ──▶ what is left of the token budget ──▶ waiting, in order; the first that does not fit ends the step
 
 Every running request is in every step (as long as it has a token to compute), since no more run than a step may hold. When memory
-runs out, the last in line among those not yet in this step is sent back to wait; its pages go to host memory if there is room, and
-are computed again otherwise. Nobody is admitted in a step that sent someone back.
+runs out, the last in line among those not yet in this step is sent back to wait; its pages go to host memory if there is room,
+and are computed again otherwise. Nobody is admitted in a step that sent someone back.
 """
 
 from __future__ import annotations
 
 import heapq
-from array import array
 from dataclasses import dataclass, field
 
 from ..messages import RequestStatus
@@ -98,7 +98,7 @@ class Scheduler:
         self.waiting = WaitingLine()
         self.live: dict[str, Request] = {}  # running and waiting, by id
 
-    # ---- who is here ----------------------------------------------------------------------------------------------------------
+    # ---- who is here --------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         self.live[request.id] = request
@@ -131,7 +131,7 @@ class Scheduler:
             return (request.source.priority * AGEING_S + request.created_time, request.arrival)
         return (0.0, request.arrival)
 
-    # ---- one step ---------------------------------------------------------------------------------------------------------------
+    # ---- one step ----------------------------------------------------------------------------------------------------
 
     def draft(self, now: float) -> StepDraft:
         """Plan one step: rows for running requests, then for as many waiting ones as fit."""
@@ -269,7 +269,7 @@ class Scheduler:
                 request.seed,
                 index + request.source.resumed_tokens,
                 max(0, sampling.min_tokens - index) if sampling.min_tokens else 0,
-                array("i", tokens) if sampling.reads_history else None,
+                tokens[:] if sampling.reads_history or sampling.prompt_logprobs is not None else None,
                 request.num_prompt,
             )
         )

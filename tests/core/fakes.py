@@ -1,10 +1,10 @@
 """A model and a runner without tensors: keys and values are integers in slots, read back through block tables.
 
-A wrong table, a wrong slot, a wrong window or a wrong carried token is a wrong answer. The model has two layers per group, so what
-a chunk of a prompt sees matters for what comes later:
+A wrong table, a wrong slot, a wrong window or a wrong carried token is a wrong answer. The model has two layers per group, so
+what a chunk of a prompt sees matters for what comes later:
 
-    layer 0 stores the token; layer 1 stores a hash of the tokens that its position sees; the next token is a hash of what the last
-    position sees in layer 1, over all groups.
+    layer 0 stores the token; layer 1 stores a hash of the tokens that its position sees; the next token is a hash of what the
+    last position sees in layer 1, over all groups.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def tokens(**size):
 def test_batching_never_changes_the_answer(
     windows, page, shared, tails, budget, spare, depth, host, most, sharing, kind, forks
 ) -> None:
-    """Whatever the chunking, sharing, preemption, parking, forking, sliding or double buffering, each gets what it would alone."""
+    """Whatever the chunking, sharing, preemption, parking, forking, sliding or double buffering, each gets what it would
+    alone.
+    """
     jobs = [(shared + tail, count) for tail, count in tails]
     longest = max(-(-(len(prompt) + count) // page) for prompt, count in jobs)
     harness = Harness(
