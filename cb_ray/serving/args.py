@@ -18,12 +18,10 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+from ..config import ContinuousBatchingConfig
 from ..errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from ..config import ContinuousBatchingConfig
 
 T = TypeVar("T")
 
@@ -135,9 +133,8 @@ class EngineArgs:
             _require(value is None or value >= 1, f"engine.{name}", value, "1 or more")
         dtypes = ("auto", "float32", "float16", "bfloat16")
         _require(self.dtype in dtypes, "engine.dtype", self.dtype, f"one of {', '.join(dtypes)}")
-        if self.config:
-            _refuse_unknown(self.config, _config_fields() | _names(EngineArgs), "engine")
-            self.batching_config()
+        _refuse_unknown(self.config, _names(ContinuousBatchingConfig) | _names(EngineArgs), "engine")
+        self.batching_config()
 
     def batching_config(self) -> ContinuousBatchingConfig:
         """The engine's ContinuousBatchingConfig; raises ConfigError for a value that it refuses."""
@@ -227,12 +224,6 @@ def _coerce(hint: Any, value: Any, path: str) -> Any:
 
 def _names(cls: type) -> set[str]:
     return {spec.name for spec in dataclasses.fields(cls)}
-
-
-def _config_fields() -> set[str]:
-    from ..config import ContinuousBatchingConfig
-
-    return _names(ContinuousBatchingConfig)
 
 
 def _refuse_unknown(given: Mapping[str, Any], known: set[str], path: str) -> None:

@@ -1,0 +1,68 @@
+"""The values that routing speaks in: work, its price in seconds, what is asked, how loaded a replica is, what was decided.
+
+Owns `Work`, `Rates`, `Ask`, `ReplicaLoad`, `RoutingDecision`. Plain data; may know nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Tokens still to compute: of prompts (prefill) and of answers (decode)."""
+
+    prefill: int = 0
+    decode: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a token costs one replica, in seconds, at the concurrency it runs at. The defaults stand until beats were measured."""
+
+    prefill_s: float = 2e-4
+    decode_s: float = 5e-3
+
+    def seconds(self, prefill: float, decode: float) -> float:
+        return prefill * self.prefill_s + decode * self.decode_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request as the pool sees it. `ticket` is chosen by the caller, is unique, and names the request's place in line and
+    then its lease; `holder` is the process that must keep renewing it."""
+
+    ticket: str
+    request_id: str
+    holder: str = ""
+    num_tokens: int = 1
+    max_new_tokens: int | None = None
+    digests: tuple[bytes, ...] = ()
+    priority: int = 0  # lower goes first
+    session: str = ""
+    readmit: bool = False  # was admitted before (its replica refused or died): goes to the head, is not counted again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """A snapshot of one replica, as it looks to one request: what it owes, how full it is, how much of the prompt it has."""
+
+    replica: str
+    owed: Work
+    owed_s: float  # `owed` priced in seconds
+    num_leases: int
+    cached_tokens: int = 0  # of the asked prompt, so far as is known
+    age_s: float = 0.0  # since the replica was last heard of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingDecision:
+    """What a policy decided and why. `order` is best first; `prices` are seconds by replica; `cached_tokens` is the prediction
+    for the first of `order`."""
+
+    policy: str
+    order: tuple[str, ...]
+    reason: str
+    prices: Mapping[str, float]
+    cached_tokens: int = 0

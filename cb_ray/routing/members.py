@@ -1,0 +1,140 @@
+"""One replica as the pool knows it: what it was granted, what it owes, and what it says it is doing.
+
+Owns `Member` (facts), `Beat` and `BeatReply` (what an engine and the pool tell each other), `Lease`, `Replica` (the book kept on
+one). May know nothing but the values beside it.
+
+    granted ──▶ lease, unconfirmed ──beat lists it──▶ confirmed ──beat lists it no longer──▶ over
+                   └── nobody confirms it in time ──▶ over
+    a beat lists a request without a lease ──▶ stray: it takes a slot all the same; if nobody claims it, it is abandoned
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .loads import Ask, Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A replica that may be granted requests. `slots`: requests at once; `cache_tokens`: what its KV cache holds, if known."""
+
+    replica: str
+    slots: int
+    cache_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """What an engine says of itself: a few times a second while it works, and now and then when idle."""
+
+    replica: str
+    number: int  # rises with every beat of this replica
+    live: tuple[tuple[str, int], ...] = ()  # (request id, tokens emitted so far) of every request in the engine
+    ended: tuple[str, ...] = ()  # request ids that left the engine since the last beat, for whatever reason
+    num_finished: int = 0  # of `ended`, by themselves …
+    finished_tokens: int = 0  # … with so many tokens together
+    num_waiting: int = 0  # of `live`, not yet started for want of memory or room in a step
+    free_tokens: int | None = None  # prompt tokens the cache could still take
+    cache_used: float = 0.0
+    prefill_tokens: int = 0  # computed since the last beat …
+    decode_tokens: int = 0
+    busy_s: float = 0.0  # … in so many seconds of work
+    weights_version: int = 0
+    full: bool = False  # `added` is the whole cache, not a change
+    added: tuple[bytes, ...] = ()  # digests of pages that are cached now
+    evicted: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeatReply:
+    """What the pool answers. An engine cancels `abandoned` and sends its whole cache next when `want_full`."""
+
+    known: bool  # the replica is a member
+    want_full: bool = False
+    abandoned: tuple[str, ...] = ()
+    owed_s: float = 0.0  # seconds this replica owes
+    line_s: float = 0.0  # seconds of work in the waiting line, all together
+    num_waiting: int = 0  # in the line
+    expected_tokens: float = 0.0  # length of an answer here
+
+
+@dataclass(slots=True, kw_only=True)
+class Lease:
+    """A request granted to a replica. `prefill` and `decode` are the tokens it is expected to owe still."""
+
+    ask: Ask
+    replica: str
+    granted_at: float
+    prefill: int
+    decode: int
+    confirmed: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Replica:
+    """The book kept on one replica. Sums are kept in step with the leases, so that a price costs nothing to read."""
+
+    member: Member
+    leases: dict[str, Lease] = field(default_factory=dict[str, Lease])  # by ticket
+    strays: dict[str, float] = field(default_factory=dict[str, float])  # request id in the engine without a lease → since when
+    abandoned: set[str] = field(default_factory=set[str])
+    owed_prefill: int = 0
+    owed_decode: int = 0
+    unconfirmed_tokens: int = 0  # prefill granted since the engine last reported
+    free_tokens: int | None = None
+    stalled: int = 0  # requests that wait inside the engine
+    cache_used: float = 0.0
+    blocked_until: float = 0.0  # it refused a grant a moment ago
+    accepting: bool = True
+    beat_number: int = -1
+    heard_at: float = 0.0
+    weights_version: int = 0
+    has_index: bool = False
+
+    @property
+    def taken(self) -> int:
+        """Slots in use."""
+        return len(self.leases) + len(self.strays)
+
+    def free_slots(self, now: float) -> int:
+        if not self.accepting or now < self.blocked_until or self.stalled:
+            return 0
+        return max(0, self.member.slots - self.taken)
+
+    def has_room(self, now: float, tokens: int) -> bool:
+        """Whether a request that needs `tokens` of prefill may be granted. An empty replica takes whatever its engine can."""
+        if not self.free_slots(now):
+            return False
+        if self.free_tokens is None or not self.taken:
+            return True
+        return self.free_tokens - self.unconfirmed_tokens >= tokens
+
+    def owed(self, expected_tokens: float) -> Work:
+        return Work(prefill=self.owed_prefill, decode=self.owed_decode + round(len(self.strays) * expected_tokens))
+
+    def take(self, lease: Lease) -> None:
+        self.leases[lease.ask.ticket] = lease
+        self.owed_prefill += lease.prefill
+        self.owed_decode += lease.decode
+        if not lease.confirmed:
+            self.unconfirmed_tokens += lease.prefill
+
+    def drop(self, ticket: str) -> None:
+        lease = self.leases.pop(ticket)
+        self.owed_prefill -= lease.prefill
+        self.owed_decode -= lease.decode
+        if not lease.confirmed:
+            self.unconfirmed_tokens -= lease.prefill
+        self.stalled = min(self.stalled, self.taken)
+
+    def progress(self, lease: Lease, emitted: int, decode: int) -> None:
+        """The engine has the request and emitted so many tokens; `decode` more are expected."""
+        if not lease.confirmed:
+            lease.confirmed = True
+            self.unconfirmed_tokens -= lease.prefill
+        if emitted:
+            self.owed_prefill -= lease.prefill
+            lease.prefill = 0
+        self.owed_decode += decode - lease.decode
+        lease.decode = decode

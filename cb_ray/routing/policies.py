@@ -1,0 +1,123 @@
+"""Routing policies: given what is asked and how loaded the replicas with room are, the order to try them in, and why.
+
+Owns `RoundRobin`, `LeastWork`, `PowerOfTwo`, `PrefixAware` and `make_policy`. One method each, `rank`, over snapshots. Every
+price is in seconds of one replica's time. May know nothing but the values beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from .loads import Ask, Rates, ReplicaLoad, RoutingDecision
+
+
+class Policy(Protocol):
+    """`loads` holds at least one replica; the decision's order holds each of them once."""
+
+    name: str
+
+    def rank(self, ask: Ask, loads: Sequence[ReplicaLoad], rates: Rates) -> RoutingDecision: ...
+
+
+class RoundRobin:
+    """The next one in a fixed order, whatever it is doing."""
+
+    name = "round_robin"
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def rank(self, ask: Ask, loads: Sequence[ReplicaLoad], rates: Rates) -> RoutingDecision:
+        names = sorted(load.replica for load in loads)
+        first = next((at for at, name in enumerate(names) if name > self._last), 0)
+        self._last = names[first]
+        order = tuple(names[first:] + names[:first])
+        cached = next(load.cached_tokens for load in loads if load.replica == order[0])
+        return RoutingDecision(policy=self.name, order=order, reason="next in turn", prices={}, cached_tokens=cached)
+
+
+class LeastWork:
+    """The replica that would be done first with what it owes."""
+
+    name = "least_work"
+
+    def rank(self, ask: Ask, loads: Sequence[ReplicaLoad], rates: Rates) -> RoutingDecision:
+        order = sorted(loads, key=lambda load: (load.owed_s, load.num_leases, rendezvous(ask.request_id.encode(), load.replica)))
+        return RoutingDecision(
+            policy=self.name,
+            order=tuple(load.replica for load in order),
+            reason="least work owed",
+            prices={load.replica: load.owed_s for load in loads},
+            cached_tokens=order[0].cached_tokens,
+        )
+
+
+class PowerOfTwo:
+    """The less loaded of two drawn at random: nearly as good as the best, and never a herd."""
+
+    name = "power_of_two"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def rank(self, ask: Ask, loads: Sequence[ReplicaLoad], rates: Rates) -> RoutingDecision:
+        drawn = self._random.sample(list(loads), len(loads))
+        pair = sorted(drawn[:2], key=lambda load: (load.owed_s, load.num_leases))
+        return RoutingDecision(
+            policy=self.name,
+            order=tuple(load.replica for load in pair + drawn[2:]),
+            reason="less work of two drawn",
+            prices={load.replica: load.owed_s for load in pair},
+            cached_tokens=pair[0].cached_tokens,
+        )
+
+
+class PrefixAware:
+    """Cheapest first, where the price is what the replica owes plus the part of this prompt that it would not find cached.
+
+    There is no weight and no threshold: a warm replica is worth exactly the prefill it saves, so affinity gives way by itself
+    when the warm replica has more to do. Prices that differ by less than one page of prefill are ties; ties go to the replica
+    that the prompt's first page (or its session) hashes to, so equal prefixes meet even before anything is known to be cached.
+    """
+
+    name = "prefix_aware"
+
+    def __init__(self, page_size: int) -> None:
+        self._page = page_size
+
+    def rank(self, ask: Ask, loads: Sequence[ReplicaLoad], rates: Rates) -> RoutingDecision:
+        grain = max(self._page * rates.prefill_s, 1e-9)
+        home = ask.session.encode() or (ask.digests[0] if ask.digests else ask.request_id.encode())
+        prices = {load.replica: load.owed_s + (ask.num_tokens - load.cached_tokens) * rates.prefill_s for load in loads}
+        order = sorted(
+            loads, key=lambda load: (round(prices[load.replica] / grain), rendezvous(home, load.replica), load.replica)
+        )
+        cached = order[0].cached_tokens
+        warmest = max(load.cached_tokens for load in loads)
+        reason = "cached prefix" if cached else "cheaper than the warm replica" if warmest else "nobody has this prefix"
+        return RoutingDecision(
+            policy=self.name,
+            order=tuple(load.replica for load in order),
+            reason=reason,
+            prices=prices,
+            cached_tokens=cached,
+        )
+
+
+def rendezvous(key: bytes, replica: str) -> bytes:
+    """The weight of `replica` for `key`: equal everywhere, and when a replica leaves only its own keys move."""
+    return hashlib.blake2b(replica.encode(), digest_size=8, key=key[:64]).digest()
+
+
+def make_policy(name: str, page_size: int) -> Policy:
+    """The policy of this name; raises KeyError for another."""
+    makers: dict[str, Callable[[], Policy]] = {
+        RoundRobin.name: RoundRobin,
+        LeastWork.name: LeastWork,
+        PowerOfTwo.name: PowerOfTwo,
+        PrefixAware.name: lambda: PrefixAware(page_size),
+    }
+    return makers[name]()

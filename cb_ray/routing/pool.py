@@ -1,0 +1,480 @@
+"""The pool: who is granted which replica, who waits, who is refused. The one writer of leases, owed work and the waiting line.
+
+Owns `Pool` and the answers it gives (`Granted`, `Queued`, `Refused`, `Expired`, `Changes`). May know no clock, thread or network:
+`now` (seconds, any origin) comes in, and what changed goes out, so an actor can wake futures and a simulator can replay a trace.
+
+    acquire ─┬─ a replica has room and nobody is before it ──▶ Granted (reserved in the same step)
+             ├─ fewer than max_queue_size wait ──────────────▶ Queued ──(release, beat, members)──▶ Granted
+             └─ otherwise ───────────────────────────────────▶ Refused, with the time to come back
+
+Invariants: never more than `max_queue_size` wait (who was admitted before and comes back is not counted again); order is FIFO
+within a priority; nobody waits while a replica has room for the head of the line; every lease ends by release, by beat, by the
+loss of its replica, or by not being confirmed or renewed in time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .admission import LengthMeter, RateMeter, ReturnPacer
+from .line import Waiting, WaitingLine
+from .loads import Ask, Rates, ReplicaLoad, RoutingDecision
+from .members import Beat, BeatReply, Lease, Member, Replica
+from .policies import make_policy
+from .prefix_index import PrefixIndex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLimits:
+    """What the pool may do. `max_queue_size` 0 means no bound. Times are seconds."""
+
+    max_queue_size: int = 0
+    policy: str = "prefix_aware"
+    page_size: int = 256
+    index_max_bytes: int = 256 * 2**20
+    lease_timeout_s: float = 30.0
+    cold_start_timeout_s: float = 300.0
+    block_s: float = 0.1  # how long a replica that refused a grant is left alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """`ticket` now names a lease on `replica`."""
+
+    ticket: str
+    replica: str
+    decision: RoutingDecision
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """`ticket` stands in line behind at most `ahead` others."""
+
+    ticket: str
+    ahead: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """As many wait as may wait."""
+
+    ticket: str
+    waiting: int
+    limit: int
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expired:
+    """`ticket` left the line without a grant: no replica came up in time, or its holder has gone."""
+
+    ticket: str
+    waited_s: float
+    reason: Literal["no_replica", "holder_gone"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What a transition did to those who waited."""
+
+    granted: tuple[Granted, ...] = ()
+    expired: tuple[Expired, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    since: float
+    holder: str
+
+
+class Pool:
+    """See the module. Every public method is one transition; `deadline` is when `tick` is due at the latest."""
+
+    def __init__(self, limits: PoolLimits | None = None, seed: int = 0) -> None:
+        self.limits = limits or PoolLimits()
+        self.deadline = math.inf
+        self._index = PrefixIndex(self.limits.index_max_bytes)
+        self._policy = make_policy(self.limits.policy, self.limits.page_size)
+        self._replicas: dict[str, Replica] = {}
+        self._lost: set[str] = set()
+        self._lease_at: dict[str, str] = {}  # ticket → replica
+        self._line = WaitingLine()
+        self._places: dict[str, _Place] = {}  # request id → admitted, not yet asking
+        self._holders: dict[str, float] = {}  # → last heard of
+        self._no_replica_since: float | None = None
+        self._rates, self._lengths, self._pacer = RateMeter(), LengthMeter(), ReturnPacer(seed)
+        self._seconds_per_request = 0.0
+        self.counters: dict[str, int] = dict.fromkeys(
+            ("granted", "queued", "refused", "expired", "reaped", "abandoned", "rejected"), 0
+        )
+
+    # what callers do
+
+    def reserve(self, now: float, request_id: str, holder: str = "") -> Refused | None:
+        """Keep a place for a request that will ask shortly (it is still being tokenized), or refuse it now."""
+        if self._is_full(now):
+            return self._refuse(now, request_id)
+        self._places[request_id] = _Place(now, holder)
+        self._seen(now, holder)
+        self._expect_tick(now + self.limits.lease_timeout_s)
+        return None
+
+    def unreserve(self, request_id: str) -> None:
+        """The request will not ask after all. Unknown ids are ignored."""
+        self._places.pop(request_id, None)
+
+    def acquire(self, now: float, ask: Ask) -> Granted | Queued | Refused:
+        """Grant a replica, let it wait, or refuse. A ticket that is known already is refused as a programming error."""
+        if ask.ticket in self._lease_at or ask.ticket in self._line:
+            raise ValueError(f"ticket {ask.ticket!r} is in use; every acquire needs a ticket of its own")
+        self._seen(now, ask.holder)
+        had_place = self._places.pop(ask.request_id, None) is not None
+        decision = self._choose(now, ask) if self._may_go_first(ask) else None
+        if decision is not None:
+            return self._grant(now, Waiting(ask=ask, since=now), decision)
+        full = self._num_waiting() >= (self.limits.max_queue_size or math.inf) if had_place else self._is_full(now)
+        if full and not ask.readmit:
+            return self._refuse(now, ask.ticket)
+        ahead = (
+            sum(1 for waiting in self._line if waiting.ask.priority <= ask.priority) if len(self._line) < 64 else len(self._line)
+        )
+        self._line.push(Waiting(ask=ask, since=now))
+        self.counters["queued"] += 1
+        self._expect_tick(now + self.limits.lease_timeout_s)
+        if not self._replicas:
+            self._expect_tick(now + self.limits.cold_start_timeout_s)
+        return Queued(ticket=ask.ticket, ahead=ahead)
+
+    def release(self, now: float, ticket: str, rejected: bool = False) -> Changes:
+        """The request is over, has left the line, or (`rejected`) was refused by its replica. Unknown tickets are ignored."""
+        if self._line.remove(ticket) is None:
+            name = self._lease_at.get(ticket)
+            if name is None:
+                return Changes()
+            if rejected:
+                self.counters["rejected"] += 1
+                self._replicas[name].blocked_until = now + self.limits.block_s
+                self._expect_tick(now + self.limits.block_s)
+            else:
+                self._replicas[name].blocked_until = 0.0
+            self._drop_lease(ticket)
+        return Changes(granted=self._pump(now))
+
+    def renew(self, now: float, holder: str, held: Iterable[tuple[str, str, str]] = ()) -> None:
+        """`holder` lives. `held`: (ticket, request id, replica) of what it has in engines; strays among them become leases."""
+        self._seen(now, holder)
+        for ticket, request_id, name in held:
+            replica = self._replicas.get(name)
+            if ticket in self._lease_at or replica is None or request_id not in replica.strays:
+                continue
+            del replica.strays[request_id]
+            replica.abandoned.discard(request_id)
+            ask = Ask(ticket=ticket, request_id=request_id, holder=holder)
+            decode = self._lengths.expect(None)
+            lease = Lease(ask=ask, replica=name, granted_at=now, prefill=0, decode=decode, confirmed=True)
+            replica.take(lease)
+            self._lease_at[ticket] = name
+
+    # what is known of replicas
+
+    def members(self, now: float, members: Sequence[Member]) -> Changes:
+        """The replicas that serve now, all of them. Leases on others end; a replica once `lost` never comes back."""
+        wanted = {member.replica: member for member in members if member.replica not in self._lost}
+        for name in [name for name in self._replicas if name not in wanted]:
+            self._drop_replica(name)
+        self._lost &= {member.replica for member in members}
+        for name, member in wanted.items():
+            if name in self._replicas:
+                self._replicas[name].member = member
+            else:
+                self._replicas[name] = Replica(member=member, free_tokens=member.cache_tokens, heard_at=now)
+        if not self._replicas and self._no_replica_since is None:
+            self._no_replica_since = now
+        elif self._replicas:
+            self._no_replica_since = None
+        return Changes(granted=self._pump(now))
+
+    def lost(self, now: float, replica: str) -> Changes:
+        """A caller saw this replica die; the full list of members will follow."""
+        self._lost.add(replica)
+        if replica in self._replicas:
+            self._drop_replica(replica)
+            if not self._replicas:
+                self._no_replica_since = now
+        return Changes()
+
+    def steer(self, now: float, replica: str, accepting: bool) -> Changes:
+        """Give this replica no new requests, or give it some again (while its weights change, or before it stops)."""
+        if replica in self._replicas:
+            self._replicas[replica].accepting = accepting
+        return Changes(granted=self._pump(now))
+
+    def beat(self, now: float, beat: Beat) -> tuple[BeatReply, Changes]:
+        """An engine says what it has and does. Beats that overtook each other are dropped."""
+        replica = self._replicas.get(beat.replica)
+        if replica is None:
+            return BeatReply(known=False, want_full=True), Changes()
+        if beat.number > replica.beat_number:
+            replica.beat_number, replica.heard_at = beat.number, now
+            replica.cache_used, replica.free_tokens, replica.blocked_until = beat.cache_used, beat.free_tokens, 0.0
+            self._hear_pages(replica, beat)
+            self._hear_requests(now, replica, beat)
+            self._rates.observe(beat.prefill_tokens, beat.decode_tokens, beat.busy_s)
+        reply = BeatReply(
+            known=True,
+            want_full=not replica.has_index,
+            abandoned=tuple(replica.abandoned),
+            owed_s=self._owed_s(replica),
+            line_s=self._line_s(),
+            num_waiting=len(self._line),
+            expected_tokens=self._lengths.mean,
+        )
+        return reply, Changes(granted=self._pump(now))
+
+    def tick(self, now: float) -> Changes:
+        """End what has been neither confirmed, renewed nor served in time. Due at `deadline`; harmless at any time."""
+        timeout = self.limits.lease_timeout_s
+        silent = {holder for holder, at in self._holders.items() if holder and at + timeout <= now}
+        for ticket, name in list(self._lease_at.items()):
+            self._reap(now, ticket, self._replicas[name], silent)
+        for replica in self._replicas.values():
+            overdue = {request_id for request_id, since in replica.strays.items() if since + timeout <= now} - replica.abandoned
+            self.counters["abandoned"] += len(overdue)
+            replica.abandoned |= overdue
+        self._places = {
+            name: place for name, place in self._places.items() if place.since + timeout > now and place.holder not in silent
+        }
+        expired = tuple(self._expire(now, silent))
+        for holder in silent:
+            self._holders.pop(holder, None)
+        self._set_deadline(now)
+        return Changes(granted=self._pump(now), expired=expired)
+
+    def configure(self, now: float, limits: PoolLimits) -> Changes:
+        """Take new limits. The index is kept; a lower bound refuses newcomers and leaves those who wait."""
+        if (limits.policy, limits.page_size) != (self.limits.policy, self.limits.page_size):
+            self._policy = make_policy(limits.policy, limits.page_size)
+        self.limits = limits
+        self._index.resize(limits.index_max_bytes)
+        self._set_deadline(now)
+        return Changes(granted=self._pump(now))
+
+    # questions
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._line)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._lease_at)
+
+    @property
+    def rates(self) -> Rates:
+        return self._rates.rates
+
+    def owed_s(self) -> float:
+        """Seconds that one replica alone would need for everything that runs and waits."""
+        return sum(self._owed_s(replica) for replica in self._replicas.values()) + self._line_s()
+
+    def explain(self, now: float, ask: Ask) -> RoutingDecision | None:
+        """Where this request would go if every replica had room; nothing is reserved. None without replicas."""
+        loads = self._loads(now, ask, list(self._replicas.values()))
+        return self._policy.rank(ask, loads, self.rates) if loads else None
+
+    def snapshot(self, now: float) -> dict[str, object]:
+        """Counts for people and metrics."""
+        return {
+            "waiting": len(self._line),
+            "places": len(self._places),
+            "limit": self.limits.max_queue_size,
+            "policy": self.limits.policy,
+            "owed_s": self.owed_s(),
+            "rates": {"prefill_s": self.rates.prefill_s, "decode_s": self.rates.decode_s},
+            "expected_tokens": self._lengths.mean,
+            "index_pages": len(self._index),
+            "counters": dict(self.counters),
+            "replicas": {name: self._describe(now, replica) for name, replica in self._replicas.items()},
+        }
+
+    # inside
+
+    def _may_go_first(self, ask: Ask) -> bool:
+        head = self._line.head()
+        return head is None or ask.priority < head.ask.priority or (ask.readmit and ask.priority == head.ask.priority)
+
+    def _num_waiting(self) -> int:
+        """Who waits anywhere: in the line, or inside an engine. Who came back after an admission is not counted again."""
+        stalled = sum(replica.stalled for replica in self._replicas.values())
+        return len(self._line) - self._line.num_readmitted + stalled
+
+    def _is_full(self, now: float) -> bool:
+        limit = self.limits.max_queue_size
+        if not limit:
+            return False
+        free = sum(replica.free_slots(now) for replica in self._replicas.values()) if not len(self._line) else 0
+        return self._num_waiting() + max(0, len(self._places) - free) >= limit
+
+    def _refuse(self, now: float, ticket: str) -> Refused:
+        self.counters["refused"] += 1
+        interval = self._service_s() / max(1, len(self._replicas))
+        wait = self._pacer.next_return(now, interval, horizon=2 * self.owed_s() / max(1, len(self._replicas)))
+        waiting = self._num_waiting() + len(self._places)
+        return Refused(ticket=ticket, waiting=waiting, limit=self.limits.max_queue_size, retry_after_s=wait)
+
+    def _service_s(self) -> float:
+        """Seconds of one replica's time that a request takes here; from what was granted, before that a guess."""
+        return self._seconds_per_request or self.rates.seconds(256, self._lengths.mean)
+
+    def _choose(self, now: float, ask: Ask) -> RoutingDecision | None:
+        with_slots = [replica for replica in self._replicas.values() if replica.free_slots(now)]
+        if not with_slots:
+            return None
+        loads = self._loads(now, ask, with_slots)
+        fitting = [load for load in loads if self._replicas[load.replica].has_room(now, ask.num_tokens - load.cached_tokens)]
+        return self._policy.rank(ask, fitting, self.rates) if fitting else None
+
+    def _loads(self, now: float, ask: Ask, replicas: Sequence[Replica]) -> list[ReplicaLoad]:
+        depths = self._index.depths(ask.digests) if ask.digests else {}
+        rates, mean, page, most = self.rates, self._lengths.mean, self.limits.page_size, ask.num_tokens - 1
+        loads: list[ReplicaLoad] = []
+        for replica in replicas:
+            owed, name = replica.owed(mean), replica.member.replica
+            loads.append(
+                ReplicaLoad(
+                    replica=name,
+                    owed=owed,
+                    owed_s=rates.seconds(owed.prefill, owed.decode),
+                    num_leases=replica.taken,
+                    cached_tokens=min(depths.get(name, 0) * page, most),  # the last token's logits are always computed
+                    age_s=now - replica.heard_at,
+                )
+            )
+        return loads
+
+    def _grant(self, now: float, waiting: Waiting, decision: RoutingDecision) -> Granted:
+        ask, name = waiting.ask, decision.order[0]
+        prefill, decode = ask.num_tokens - decision.cached_tokens, self._lengths.expect(ask.max_new_tokens)
+        self._replicas[name].take(Lease(ask=ask, replica=name, granted_at=now, prefill=prefill, decode=decode))
+        self._lease_at[ask.ticket] = name
+        self._index.add(name, ask.digests)
+        seconds = self.rates.seconds(prefill, decode)
+        self._seconds_per_request += (seconds - self._seconds_per_request) * (0.05 if self._seconds_per_request else 1.0)
+        self.counters["granted"] += 1
+        self._expect_tick(now + self.limits.lease_timeout_s)
+        return Granted(ticket=ask.ticket, replica=name, decision=decision, waited_s=now - waiting.since)
+
+    def _pump(self, now: float) -> tuple[Granted, ...]:
+        """Grant from the head of the line for as long as there is room for the head."""
+        granted: list[Granted] = []
+        while (head := self._line.head()) is not None:
+            decision = self._choose(now, head.ask)
+            if decision is None:
+                break
+            self._line.remove(head.ask.ticket)
+            granted.append(self._grant(now, head, decision))
+        return tuple(granted)
+
+    def _hear_pages(self, replica: Replica, beat: Beat) -> None:
+        name = beat.replica
+        if beat.full or beat.weights_version != replica.weights_version:
+            self._index.forget(name)
+            self._index.add(name, (digest for lease in replica.leases.values() for digest in lease.ask.digests))
+        replica.weights_version = beat.weights_version
+        replica.has_index = replica.has_index or beat.full
+        self._index.discard(name, beat.evicted)
+        self._index.add(name, beat.added)
+
+    def _hear_requests(self, now: float, replica: Replica, beat: Beat) -> None:
+        live, ended = dict(beat.live), set(beat.ended)
+        if beat.num_finished:
+            self._lengths.observe(beat.finished_tokens / beat.num_finished, beat.num_finished)
+        fresh, leased = 0, set[str]()
+        for ticket, lease in list(replica.leases.items()):
+            request_id = lease.ask.request_id
+            if request_id in live:
+                leased.add(request_id)
+                fresh += not lease.confirmed
+                emitted = live[request_id]
+                replica.progress(lease, emitted, self._lengths.expect(lease.ask.max_new_tokens, emitted))
+            elif lease.confirmed or request_id in ended:
+                self._drop_lease(ticket)
+        replica.strays = {name: replica.strays.get(name, now) for name in live if name not in leased}
+        replica.abandoned &= set(live)
+        # a request seen for the first time may still be on its way into a step; one seen twice is waiting for room
+        replica.stalled = max(0, beat.num_waiting - fresh)
+        if replica.strays:
+            self._expect_tick(now + self.limits.lease_timeout_s)
+
+    def _reap(self, now: float, ticket: str, replica: Replica, silent: set[str]) -> None:
+        lease = replica.leases[ticket]
+        if not lease.confirmed and lease.granted_at + self.limits.lease_timeout_s <= now:
+            self.counters["reaped"] += 1
+            self._drop_lease(ticket)
+        elif lease.confirmed and lease.ask.holder in silent and lease.ask.request_id not in replica.abandoned:
+            self.counters["abandoned"] += 1
+            replica.abandoned.add(lease.ask.request_id)
+
+    def _expire(self, now: float, silent: set[str]) -> Iterable[Expired]:
+        for waiting in list(self._line):
+            since = waiting.since if self._no_replica_since is None else max(waiting.since, self._no_replica_since)
+            cold = not self._replicas and since + self.limits.cold_start_timeout_s <= now
+            if cold or waiting.ask.holder in silent:
+                self._line.remove(waiting.ask.ticket)
+                self.counters["expired"] += 1
+                reason = "no_replica" if cold else "holder_gone"
+                yield Expired(ticket=waiting.ask.ticket, waited_s=now - waiting.since, reason=reason)
+
+    def _drop_lease(self, ticket: str) -> None:
+        self._replicas[self._lease_at.pop(ticket)].drop(ticket)
+
+    def _drop_replica(self, name: str) -> None:
+        for ticket in list(self._replicas[name].leases):
+            self._drop_lease(ticket)
+        del self._replicas[name]
+        self._index.forget(name)
+
+    def _seen(self, now: float, holder: str) -> None:
+        if holder:
+            self._holders[holder] = now
+            self._expect_tick(now + self.limits.lease_timeout_s)
+
+    def _expect_tick(self, at: float) -> None:
+        self.deadline = min(self.deadline, at)
+
+    def _set_deadline(self, now: float) -> None:
+        """The next time at which something could be due; never, when nothing is held and nobody waits."""
+        timeout = self.limits.lease_timeout_s
+        times = [at + timeout for holder, at in self._holders.items() if holder]
+        times += [place.since + timeout for place in self._places.values()]
+        for replica in self._replicas.values():
+            times += [lease.granted_at + timeout for lease in replica.leases.values() if not lease.confirmed]
+            times += [since + timeout for name, since in replica.strays.items() if name not in replica.abandoned]
+            times += [replica.blocked_until] if replica.blocked_until > now else []
+        if not self._replicas:
+            times += [max(w.since, self._no_replica_since or 0.0) + self.limits.cold_start_timeout_s for w in self._line]
+        self.deadline = min(times, default=math.inf)
+
+    def _owed_s(self, replica: Replica) -> float:
+        owed = replica.owed(self._lengths.mean)
+        return self.rates.seconds(owed.prefill, owed.decode)
+
+    def _line_s(self) -> float:
+        return self.rates.seconds(self._line.num_tokens, len(self._line) * self._lengths.mean)
+
+    def _describe(self, now: float, replica: Replica) -> dict[str, object]:
+        return {
+            "slots": replica.member.slots,
+            "leases": len(replica.leases),
+            "strays": len(replica.strays),
+            "stalled": replica.stalled,
+            "owed_s": self._owed_s(replica),
+            "cache_used": replica.cache_used,
+            "weights_version": replica.weights_version,
+            "accepting": replica.accepting,
+            "heard_s_ago": now - replica.heard_at,
+        }

@@ -1,0 +1,108 @@
+"""Who has which page cached: page digest → set of replicas, bounded in bytes, least recently used out.
+
+Owns `PrefixIndex`. It is fed by engines (pages they cached and evicted) and, ahead of that, by grants (pages they are about to
+cache). May know nothing but the standard library.
+
+    digest ─▶ bits   one bit per replica; a replica that leaves or drops its cache gets a new bit and its old one goes dead,
+                     so forgetting a replica costs nothing, and dead bits are masked out whenever an entry is read
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+BYTES_PER_ENTRY = 256  # 154 measured with half-empty tables: ordered dict slot, 16-byte digest, small int; the rest is margin
+_COMPACT_AT = 512  # bits ever given out; then all entries are rewritten once
+
+
+class PrefixIndex:
+    """A page is looked up by the digest that covers it and everything before it, so the first miss ends a match."""
+
+    def __init__(self, max_bytes: int = 256 * 2**20) -> None:
+        self.max_entries = 1
+        self._bits: OrderedDict[bytes, int] = OrderedDict()  # oldest use first
+        self._bit_of: dict[str, int] = {}
+        self._live = 0  # all bits in use
+        self._next = 0
+        self.resize(max_bytes)
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def add(self, replica: str, digests: Iterable[bytes]) -> None:
+        """`replica` has these pages, or will have them shortly."""
+        bit = 1 << (self._bit_of[replica] if replica in self._bit_of else self._new_bit(replica))
+        bits, live = self._bits, self._live
+        for digest in digests:
+            bits[digest] = (bits.get(digest, 0) & live) | bit
+            bits.move_to_end(digest)
+        self._trim()
+
+    def resize(self, max_bytes: int) -> None:
+        """Take another bound on memory; the entries used longest ago go first."""
+        self.max_entries = max(1, max_bytes // BYTES_PER_ENTRY)
+        self._trim()
+
+    def _trim(self) -> None:
+        while len(self._bits) > self.max_entries:
+            self._bits.popitem(last=False)
+
+    def discard(self, replica: str, digests: Iterable[bytes]) -> None:
+        """`replica` has these pages no longer."""
+        if replica not in self._bit_of:
+            return
+        keep = self._live & ~(1 << self._bit_of[replica])
+        for digest in digests:
+            found = self._bits.get(digest)
+            if found is None:
+                continue
+            if found & keep:
+                self._bits[digest] = found & keep
+            else:
+                del self._bits[digest]
+
+    def forget(self, replica: str) -> None:
+        """`replica` is gone or has dropped its whole cache (new weights)."""
+        bit = self._bit_of.pop(replica, None)
+        if bit is not None:
+            self._live &= ~(1 << bit)
+
+    def depths(self, digests: Sequence[bytes]) -> dict[str, int]:
+        """How many leading pages each replica has; replicas without any are absent. Marks the pages found as used."""
+        bits = self._bits
+        alive, depth = self._live, 0
+        out: dict[int, int] = {}  # bits of the replicas that stop here → pages they have
+        for digest in digests:
+            found = bits.get(digest, 0) & alive
+            if found != alive and depth:
+                out[depth] = alive & ~found
+            alive = found
+            if not alive:
+                break
+            bits.move_to_end(digest)
+            depth += 1
+        if alive and depth:
+            out[depth] = alive
+        return {replica: pages for replica, bit in self._bit_of.items() for pages, who in out.items() if who >> bit & 1}
+
+    def _new_bit(self, replica: str) -> int:
+        if self._next >= _COMPACT_AT and self._next > 4 * len(self._bit_of):
+            self._compact()
+        bit = self._bit_of[replica] = self._next
+        self._next += 1
+        self._live |= 1 << bit
+        return bit
+
+    def _compact(self) -> None:
+        """Give out bits from 0 again: rewrites every entry once, after hundreds of replicas have come and gone."""
+        old = dict(self._bit_of)
+        self._bit_of = {replica: new for new, replica in enumerate(old)}
+        self._next, self._live = len(old), (1 << len(old)) - 1
+        for digest in list(self._bits):
+            found = self._bits[digest]
+            fresh = sum(1 << self._bit_of[replica] for replica, bit in old.items() if found >> bit & 1)
+            if fresh:
+                self._bits[digest] = fresh
+            else:
+                del self._bits[digest]
