@@ -95,7 +95,7 @@ class EngineCore:
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> BatchPlan:
-        """The next step. No rows: nothing can run until a step in flight is committed, or a request is added (law L5)."""
+        """The next step. Empty: nothing can run until a step in flight is committed, or a request is added (law L5)."""
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
             if not request.ended:
@@ -104,7 +104,7 @@ class EngineCore:
         draft = self._scheduler.draft(now)
         self._totals["preemptions"] += draft.num_preempted
         self._totals["cached"] += draft.cached_tokens
-        if draft.rows:
+        if draft.rows or draft.parks:
             self._step += 1
             self._in_flight.append((self._step, draft.requests))
         elif not self._in_flight and self._scheduler.live:

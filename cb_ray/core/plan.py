@@ -57,6 +57,11 @@ class BatchPlan:
     num_tokens: int = 0
 
     @property
+    def is_empty(self) -> bool:
+        """Nothing to do on the device. A plan may move blocks without computing anything."""
+        return not (self.rows or self.parks)
+
+    @property
     def is_decode(self) -> bool:
         """Every row is one token."""
         return self.num_tokens == len(self.rows)

@@ -77,6 +77,8 @@ class ModelRunner:
         """Run one step. Raises whatever the model raises; the cache's contents are then not to be trusted."""
         with torch.inference_mode():
             self._cache.move(plan)
+            if not plan.rows:
+                return Ticket(plan, StepResult([]))
             inputs = self._inputs(plan)
             logits = self._forward(plan, inputs)
             result = self._sample(plan, inputs, logits)

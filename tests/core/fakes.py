@@ -180,16 +180,16 @@ class Harness:
         plan = self.core.plan(self.now)
         self.core.check()
         self.collect_chunks()
-        if plan.rows:
+        if not plan.is_empty:
             self.plans.append(plan)
             self.tickets.append(self.runner.submit(plan))
-        if self.tickets and (len(self.tickets) == self.runner.depth or not plan.rows):
+        if self.tickets and (len(self.tickets) == self.runner.depth or plan.is_empty):
             ticket = self.tickets.popleft()
             self.core.commit(ticket.plan, self.runner.collect(ticket), self.now)
             self.core.check()
             self.collect_chunks()
             return True
-        return bool(plan.rows)
+        return not plan.is_empty
 
     def run(self) -> None:
         while self.core.has_work:
