@@ -1,0 +1,82 @@
+// What the driver and the kernels of every dispatch level agree on: plain structs, no torch, no inline code.
+//
+//   one call = jobs          a job is a run of queries of one request and a range of kv heads
+//   one job = chunks         a chunk is a fixed range of key positions; its result is a *partial*: m, l and the weighted sum
+//   one task = some chunks   what one thread takes at a time
+//
+// Chunks depend on nothing but the row itself and are always folded in order, so an answer is the same to the last bit
+// however many threads there are and whoever else is in the batch.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace cb_ray {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+enum class Type { f32, bf16, f16 };
+
+// All strides are in elements.
+struct Attention {
+  const void* query;  // [rows, heads, dk], the last dimension contiguous
+  int64_t query_row, query_head;
+  Type query_type;
+  void* out;  // [rows, heads, dv], contiguous, of the query's type
+  const void* keys;
+  const void* values;  // [blocks, page, kv_heads, dk or dv], contiguous but for the blocks
+  int64_t key_block, value_block;
+  Type cache_type;
+  int heads, kv_heads, group;  // group = heads / kv_heads
+  int dk, dv, page, num_blocks;
+  const int32_t* tables;  // [requests, max_blocks]
+  int64_t table_row;
+  const float* sinks;  // [heads] or null
+  float scale, softcap;  // softcap 0: none
+  int window;  // 0: none
+  int32_t* bad_block;  // {request + 1, index in its table}, written when a table names a block that does not exist
+};
+
+struct Job {
+  int request;
+  int64_t row;  // of its first query
+  int queries;
+  int position;  // of its first query
+  int head, heads;  // kv heads
+  bool tiled;  // queries in lanes (tiles.h), or keys in lanes (stream.h)
+  int first_key, end_key;  // visible to at least one query
+  int chunk_size, chunks;
+  int tasks;  // that it is cut into
+  int64_t partials;  // where its partials begin, in floats; used when tasks > 1
+};
+
+struct Kernels {
+  const char* name;
+  // Bytes of working memory that one task needs.
+  size_t (*scratch)(const Attention&);
+  // Chunks [begin, end). `partials` holds one partial per chunk of the job; null: the job is this task, write its answer.
+  void (*run)(const Attention&, const Job&, int begin, int end, float* partials, char* scratch);
+  // Fold the partials of all chunks, in order, and write the answer.
+  void (*finish)(const Attention&, const Job&, float* partials, char* scratch);
+  // out[r] = the first index of the greatest of row r's `columns` numbers. NaN counts as greatest, as in torch.argmax.
+  void (*argmax)(const void* rows, Type type, int64_t stride, int64_t columns, int64_t begin, int64_t end, int64_t* out);
+};
+
+constexpr int kStreamRows = 7;  // up to so many query rows per kv head, keys go in lanes; above, queries do
+constexpr int kStreamChunk = 128;  // keys
+constexpr int kTileLanes = 64;  // query rows (queries * group) of a tile, unless one query alone has more
+constexpr int kTileBlock = 64;  // keys a tile looks at in one go
+constexpr int kTileChunk = 2048;  // keys
+constexpr int kShortTileChunk = 256;  // keys, for tiles of at most 16 rows: few rows over a long past is what needs splitting
+
+constexpr int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
+// Floats of one partial: rows of m, rows of l, and rows * dv of the sum, rows and dv rounded up to 16.
+inline constexpr int64_t partial_floats(const Attention& a, const Job& j) {
+  const int64_t rows = padded(int64_t(j.queries) * a.group * j.heads);
+  return rows * (padded(a.dv) + 2);
+}
+
+}  // namespace cb_ray

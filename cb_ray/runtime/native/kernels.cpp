@@ -1,0 +1,122 @@
+// The kernels of one dispatch level. Compiled several times, each with other machine flags and its own LEVEL name.
+//
+// Owns: which kernel a cache type and a query type get, and argmax. May not know: torch, threads, where a batch came from.
+#include "attention.h"
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define NAME_(x) #x
+#define NAME(x) NAME_(x)
+#define SYMBOL_(x) kernels_##x
+#define SYMBOL(x) SYMBOL_(x)
+
+namespace cb_ray {
+namespace LEVEL {
+namespace {
+
+#include "simd.h"
+//
+#include "pages.h"
+//
+#include "stream.h"
+//
+#include "tiles.h"
+
+size_t scratch(const Attention& a) {
+  const size_t stream = stream_scratch(a), tile = tile_scratch(a);
+  return stream > tile ? stream : tile;
+}
+
+template <class T>
+void run_as(const Attention& a, const Job& j, int begin, int end, float* partials, char* memory) {
+#if defined(__AVX512BF16__)
+  if constexpr (same<T, bf16>)
+    if (a.query_type == Type::bf16) {
+      if (j.tiled) return run_tile<bf16, Pairs>(a, j, begin, end, partials, memory);
+      return run_stream<bf16, PairDots>(a, j, begin, end, partials, memory);
+    }
+#endif
+  if (j.tiled) return run_tile<T, Floats>(a, j, begin, end, partials, memory);
+  run_stream<T, WidenedDots<T>>(a, j, begin, end, partials, memory);
+}
+
+void run(const Attention& a, const Job& j, int begin, int end, float* partials, char* memory) {
+  switch (a.cache_type) {
+    case Type::f32: return run_as<float>(a, j, begin, end, partials, memory);
+    case Type::bf16: return run_as<bf16>(a, j, begin, end, partials, memory);
+    case Type::f16: return run_as<f16>(a, j, begin, end, partials, memory);
+  }
+}
+
+void finish(const Attention& a, const Job& j, float* partials, char* memory) {
+  const int64_t floats = partial_floats(a, j);
+  const int64_t rows = j.tiled ? tile_lanes(a, j) : int64_t(j.queries) * a.group * j.heads;
+  const Partial whole = partial_at(partials, rows);
+  for (int c = 1; c < j.chunks; c++) {
+    const Partial next = partial_at(partials + c * floats, rows);
+    if (j.tiled) fold_tile(a, rows, whole, next);
+    else fold_stream(a, rows, whole, next);
+  }
+  if (j.tiled) write_tile(a, j, whole, (float*)memory);
+  else write_stream(a, j, whole);
+}
+
+// Two passes: the greatest of the row, four vectors at a time, then the first place where it stands.
+template <class T>
+int64_t argmax_row(const T* row, int64_t columns) {
+  const auto number = [row](int64_t i) {
+    T one[W] = {row[i]};
+    float lanes[W];
+    store(lanes, load(one));
+    return lanes[0];
+  };
+  const F lowest = set1(-__builtin_inff());
+  F best[4] = {lowest, lowest, lowest, lowest}, broken = zero();
+  int64_t i = 0;
+  for (; i + 4 * W <= columns; i += 4 * W)
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+      const F x = load(row + i + k * W);
+      best[k] = max(x, best[k]);
+      broken = add(broken, mul(x, zero()));
+    }
+  float highest = top(max(max(best[0], best[1]), max(best[2], best[3])));
+  bool usual = sum(broken) == 0.0f;  // neither NaN nor infinite so far
+  for (; i < columns; i++) {
+    const float x = number(i);
+    usual = usual && x - x == 0.0f;
+    highest = x > highest ? x : highest;
+  }
+  if (!usual)
+    for (i = 0; i < columns; i++)
+      if (number(i) != number(i)) return i;
+  for (i = 0; i + W <= columns; i += W) {
+    float lanes[W];
+    const F x = load(row + i);
+    if (top(x) != highest) continue;
+    store(lanes, x);
+    for (int k = 0; k < W; k++)
+      if (lanes[k] == highest) return i + k;
+  }
+  for (; i < columns; i++)
+    if (number(i) == highest) return i;
+  return 0;
+}
+
+void argmax(const void* rows, Type type, int64_t stride, int64_t columns, int64_t begin, int64_t end, int64_t* out) {
+  for (int64_t r = begin; r < end; r++) {
+    if (type == Type::f32) out[r] = argmax_row((const float*)rows + r * stride, columns);
+    if (type == Type::bf16) out[r] = argmax_row((const bf16*)rows + r * stride, columns);
+    if (type == Type::f16) out[r] = argmax_row((const f16*)rows + r * stride, columns);
+  }
+}
+
+}  // namespace
+}  // namespace LEVEL
+
+extern const Kernels SYMBOL(LEVEL);
+const Kernels SYMBOL(LEVEL) = {NAME(LEVEL), LEVEL::scratch, LEVEL::run, LEVEL::finish, LEVEL::argmax};
+
+}  // namespace cb_ray

@@ -1,0 +1,131 @@
+"""Loads the compiled kernels into torch and hands out their ops.
+
+Owns `cb_ray::*` in torch's registry: their schemas come with the library, their fake implementations stand here, so that
+torch.compile and torch.export can trace over them. May not know how the library is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import compiler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unavailable:
+    """Why there are no native kernels here."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeOps:
+    """The native ops. All of them take CPU tensors only, and none of them knows gradients.
+
+    Shapes, for Q query rows of B requests, packed: query [Q, heads, Dk]; caches [blocks, page, kv_heads, Dk or Dv], contiguous
+    but for the stride of their blocks; block_table int32 [B, max_blocks]; cu_q int32 [B + 1], first row of each request; starts
+    int32 [B], tokens in the cache before this step. Query j of request b stands at position starts[b] + j and sees positions up
+    to its own, at most `window` of them (0: all). The slot of position p is block_table[b, p // page] * page + p % page. Entries
+    of a table left of every window are never read. Rows of the query from cu_q[B] on belong to nobody; their answer is 0.
+    """
+
+    library: Path
+    levels: tuple[str, ...]  # dispatch levels this machine can run, plainest first
+
+    paged_attention: Callable[..., Tensor]
+    """(query, key_cache, value_cache, block_table, cu_q, starts, scale, window, softcap, sinks) -> [Q, heads, Dv].
+
+    Of float32, bfloat16 or float16, query and cache each; sums in float32. softcap 0: none. sinks: [heads] or None."""
+
+    write_kv: Callable[..., None]
+    """(key, value, key_cache, value_cache, slots): row r goes to slot slots[r] (int32 or int64)."""
+
+    write_and_attend: Callable[..., Tensor]
+    """(query, key, value, key_cache, value_cache, slots, block_table, cu_q, starts, scale, window, softcap, sinks): both."""
+
+    argmax: Callable[[Tensor], Tensor]
+    """(logits [rows, vocabulary]) -> int64 [rows], the first of equals, as torch.argmax; no float copy is made."""
+
+    @property
+    def level(self) -> str:
+        """The dispatch level in use."""
+        return _functions(self.library).cb_ray_level().decode()
+
+    @contextlib.contextmanager
+    def at_level(self, level: str) -> Iterator[None]:
+        """Use another dispatch level for a while, in the whole process: for tests and benchmarks. Raises ValueError."""
+        functions, before = _functions(self.library), self.level
+        functions.cb_ray_force_level(self.levels.index(level))
+        try:
+            yield
+        finally:
+            functions.cb_ray_force_level(self.levels.index(before))
+
+
+@functools.cache
+def load() -> NativeOps | Unavailable:
+    """The native ops, compiled first if need be (some seconds, once); or why there are none, after one log line."""
+    started = time.perf_counter()
+    try:
+        path = compiler.library(compiler.Torch(version=str(torch.__version__), root=Path(torch.__file__).parent))
+        torch.ops.load_library(path)
+        _register_fakes()
+        ops = _ops(path)
+    except (compiler.BuildError, OSError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        logger.warning("No native CPU kernels, torch's own attention is used instead: %s", reason)
+        return Unavailable(reason=reason)
+    logger.info("Native CPU kernels: %s, ready after %.1f s", ops.level, time.perf_counter() - started)
+    return ops
+
+
+def _ops(path: Path) -> NativeOps:
+    functions, levels = _functions(path), []
+    while name := functions.cb_ray_level_name(len(levels)):
+        levels.append(name.decode())
+    here = torch.ops.cb_ray
+    return NativeOps(
+        library=path,
+        levels=tuple(levels),
+        paged_attention=here.paged_attention.default,
+        write_kv=here.write_kv.default,
+        write_and_attend=here.write_and_attend.default,
+        argmax=here.argmax.default,
+    )
+
+
+def _functions(path: Path) -> ctypes.CDLL:
+    functions = ctypes.CDLL(str(path))
+    functions.cb_ray_level.restype = ctypes.c_char_p
+    functions.cb_ray_level_name.restype = ctypes.c_char_p
+    return functions
+
+
+def _register_fakes() -> None:
+    @torch.library.register_fake("cb_ray::paged_attention")
+    def _(query, key_cache, value_cache, block_table, cu_q, starts, scale, window, softcap, sinks):  # noqa: ANN001, ANN202
+        return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+
+    @torch.library.register_fake("cb_ray::write_kv")
+    def _(key, value, key_cache, value_cache, slots):  # noqa: ANN001, ANN202
+        return None
+
+    @torch.library.register_fake("cb_ray::write_and_attend")
+    def _(query, key, value, key_cache, value_cache, slots, block_table, cu_q, starts, scale, window, softcap, sinks):  # noqa: ANN001, ANN202
+        return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+
+    @torch.library.register_fake("cb_ray::argmax")
+    def _(logits):  # noqa: ANN001, ANN202
+        return logits.new_empty(logits.shape[0], dtype=torch.int64)

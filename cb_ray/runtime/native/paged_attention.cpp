@@ -1,0 +1,246 @@
+// The torch ops: what arguments may be, and nothing of how they are computed.
+//
+// Written against torch's stable C ABI: it compiles in a second, and what it builds runs under every torch from 2.11 on.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <atomic>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "levels.h"
+#include "plan.h"
+
+namespace cb_ray {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// ---- threads ----
+
+void in_parallel(int workers, const std::function<void()>& body) {
+  if (workers <= 1) return body();
+  const auto call = [](int64_t begin, int64_t end, void* context) {
+    for (; begin < end; begin++) (*static_cast<const std::function<void()>*>(context))();
+  };
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, workers, 1, call, const_cast<std::function<void()>*>(&body)));
+}
+
+int num_threads() {
+  uint32_t threads = 1;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
+  return int(threads);
+}
+
+// ---- arguments ----
+
+Type type_of(const Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return Type::f32;
+    case ScalarType::BFloat16: return Type::bf16;
+    case ScalarType::Half: return Type::f16;
+    default: STD_TORCH_CHECK(false, "cb_ray: ", name, " must be float32, bfloat16 or float16");
+  }
+}
+
+void check_cache(const Tensor& cache, const char* name) {
+  STD_TORCH_CHECK(cache.dim() == 4, "cb_ray: ", name, " must be [blocks, page, kv_heads, dim], has ", cache.dim(), " dimensions");
+  STD_TORCH_CHECK(cache.stride(3) == 1 && cache.stride(2) == cache.size(3) && cache.stride(1) == cache.size(2) * cache.size(3),
+                  "cb_ray: the inner three dimensions of ", name, " must be contiguous");
+}
+
+const int32_t* integers(const Tensor& t, const char* name, int64_t dims, int64_t size) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == dims && t.size(0) == size && (size <= 1 || dims == 2 || t.stride(0) == 1),
+                  "cb_ray: ", name, " must be a contiguous int32 tensor with ", dims, " dimensions and ", size, " rows");
+  return static_cast<const int32_t*>(t.data_ptr());
+}
+
+std::vector<float> floats(const Tensor& t, int64_t size) {
+  STD_TORCH_CHECK(t.dim() == 1 && t.size(0) == size, "cb_ray: sinks must hold one number for each of ", size, " heads");
+  const Type type = type_of(t, "sinks");
+  std::vector<float> out(size);
+  for (int64_t i = 0; i < size; i++) {
+    const char* at = static_cast<const char*>(t.data_ptr()) + i * t.stride(0) * (type == Type::f32 ? 4 : 2);
+    if (type == Type::f32) {
+      std::memcpy(&out[i], at, 4);
+    } else {
+      uint16_t bits;
+      std::memcpy(&bits, at, 2);
+      out[i] = type == Type::bf16 ? torch::headeronly::BFloat16(bits, torch::headeronly::BFloat16::from_bits())
+                                  : torch::headeronly::Half(bits, torch::headeronly::Half::from_bits());
+    }
+  }
+  return out;
+}
+
+Tensor empty_rows(const Tensor& like, int64_t rows, int64_t heads, int64_t width) {
+  const int64_t sizes[] = {rows, heads, width}, strides[] = {heads * width, width, 1};
+  int32_t dtype;
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(3, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
+// ---- the ops ----
+
+Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
+                       const Tensor& cu_q, const Tensor& starts, double scale, int64_t window, double softcap,
+                       const std::optional<Tensor>& sinks) {
+  check_cache(key_cache, "key_cache");
+  check_cache(value_cache, "value_cache");
+  STD_TORCH_CHECK(query.dim() == 3, "cb_ray: query must be [rows, heads, dim], has ", query.dim(), " dimensions");
+  if (query.size(2) > 1 && query.stride(2) != 1)
+    return paged_attention(torch::stable::contiguous(query), key_cache, value_cache, block_table, cu_q, starts, scale, window,
+                           softcap, sinks);
+  Attention a{};
+  a.query = query.data_ptr();
+  a.query_row = query.stride(0);
+  a.query_head = query.stride(1);
+  a.query_type = type_of(query, "query");
+  a.keys = key_cache.data_ptr();
+  a.values = value_cache.data_ptr();
+  a.key_block = key_cache.stride(0);
+  a.value_block = value_cache.stride(0);
+  a.cache_type = type_of(key_cache, "key_cache");
+  a.heads = int(query.size(1));
+  a.kv_heads = int(key_cache.size(2));
+  a.dk = int(query.size(2));
+  a.dv = int(value_cache.size(3));
+  a.page = int(key_cache.size(1));
+  a.num_blocks = int(key_cache.size(0));
+  STD_TORCH_CHECK(a.dk == key_cache.size(3) && a.kv_heads == value_cache.size(2) && a.page == value_cache.size(1) &&
+                      a.num_blocks == value_cache.size(0) && a.cache_type == type_of(value_cache, "value_cache"),
+                  "cb_ray: query, key_cache and value_cache do not fit together");
+  STD_TORCH_CHECK(a.kv_heads > 0 && a.heads % a.kv_heads == 0, "cb_ray: ", a.heads, " heads cannot share ", a.kv_heads, " kv heads");
+  a.group = a.heads / a.kv_heads;
+  Batch batch{};
+  batch.requests = int(block_table.size(0));
+  a.tables = integers(block_table, "block_table", 2, batch.requests);
+  a.table_row = block_table.stride(0);
+  STD_TORCH_CHECK(block_table.stride(1) == 1 || block_table.size(1) <= 1, "cb_ray: rows of block_table must be contiguous");
+  batch.first_rows = integers(cu_q, "cu_q", 1, batch.requests + 1);
+  batch.starts = integers(starts, "starts", 1, batch.requests);
+  const int64_t rows = query.size(0), reach = block_table.size(1) * a.page;
+  int64_t used = batch.requests ? batch.first_rows[0] : 0;
+  STD_TORCH_CHECK(used == 0, "cb_ray: cu_q must begin with 0");
+  for (int b = 0; b < batch.requests; b++) {
+    const int64_t count = batch.first_rows[b + 1] - used;
+    STD_TORCH_CHECK(count >= 0 && used + count <= rows, "cb_ray: cu_q must rise and end within the ", rows, " rows of the query");
+    STD_TORCH_CHECK(!count || (batch.starts[b] >= 0 && batch.starts[b] + count <= reach), "cb_ray: request ", b, " has ",
+                    batch.starts[b], " + ", count, " tokens, its block table reaches ", reach);
+    used += count;
+  }
+  a.scale = float(scale);
+  a.softcap = float(softcap);
+  a.window = int(window);
+  std::vector<float> sink_floats;
+  if (sinks) {
+    sink_floats = floats(*sinks, a.heads);
+    a.sinks = sink_floats.data();
+  }
+  int32_t bad_block[2] = {0, 0};
+  a.bad_block = bad_block;
+  Tensor out = empty_rows(query, rows, a.heads, a.dv);
+  a.out = out.data_ptr();
+  const int64_t row_bytes = int64_t(a.heads) * a.dv * (a.query_type == Type::f32 ? 4 : 2);
+  std::memset(static_cast<char*>(a.out) + used * row_bytes, 0, (rows - used) * row_bytes);
+  attend(a, batch, kernels(), num_threads(), in_parallel);
+  STD_TORCH_CHECK(!bad_block[0], "cb_ray: entry ", bad_block[1], " of block table row ", bad_block[0] - 1,
+                  " is not one of the ", a.num_blocks, " blocks");
+  return out;
+}
+
+// Rows of `from` into the slots of `cache`.
+void scatter(const Tensor& from, const Tensor& cache, const Tensor& slots, const char* name) {
+  check_cache(cache, "a cache");
+  const int64_t rows = slots.size(0), heads = cache.size(2), width = cache.size(3), page = cache.size(1);
+  const Type type = type_of(cache, "a cache");
+  STD_TORCH_CHECK(from.dim() == 3 && from.size(0) >= rows && from.size(1) == heads && from.size(2) == width &&
+                      type_of(from, name) == type && (width == 1 || from.stride(2) == 1),
+                  "cb_ray: ", name, " must be [rows, ", heads, ", ", width, "] of the cache's type, its last dimension contiguous");
+  const bool wide = slots.scalar_type() == ScalarType::Long;
+  STD_TORCH_CHECK(slots.dim() == 1 && (rows <= 1 || slots.stride(0) == 1) && (wide || slots.scalar_type() == ScalarType::Int),
+                  "cb_ray: slots must be a contiguous int32 or int64 vector");
+  const size_t size = type == Type::f32 ? 4 : 2, line = width * size;
+  const int64_t from_row = from.stride(0) * size, from_head = from.stride(1) * size, block_bytes = cache.stride(0) * size;
+  const int64_t end = cache.size(0) * page;
+  const char* source = static_cast<const char*>(from.data_ptr());
+  char* target = static_cast<char*>(cache.data_ptr());
+  const void* places = slots.data_ptr();
+  const bool together = from.stride(1) == width;
+  std::atomic<int64_t> bad{-1};
+  const auto copy = [&](int64_t begin, int64_t stop) {
+    for (int64_t r = begin; r < stop; r++) {
+      const int64_t slot = wide ? static_cast<const int64_t*>(places)[r] : static_cast<const int32_t*>(places)[r];
+      if (slot < 0 || slot >= end) {
+        bad.store(r, std::memory_order_relaxed);
+        continue;
+      }
+      char* to = target + slot / page * block_bytes + slot % page * heads * line;
+      const char* row = source + r * from_row;
+      if (together) std::memcpy(to, row, heads * line);
+      else
+        for (int64_t h = 0; h < heads; h++) std::memcpy(to + h * line, row + h * from_head, line);
+    }
+  };
+  const int64_t grain = std::max<int64_t>(1, (1 << 17) / int64_t(heads * line));  // below 128 KiB waking a thread costs more
+  if (rows <= grain) copy(0, rows);
+  else torch::stable::parallel_for(0, rows, grain, copy);
+  STD_TORCH_CHECK(bad.load() < 0, "cb_ray: slot of row ", bad.load(), " lies outside the ", end, " slots of the cache");
+}
+
+void write_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor value_cache, const Tensor& slots) {
+  scatter(key, key_cache, slots, "key");
+  scatter(value, value_cache, slots, "value");
+}
+
+Tensor write_and_attend(const Tensor& query, const Tensor& key, const Tensor& value, Tensor key_cache, Tensor value_cache,
+                        const Tensor& slots, const Tensor& block_table, const Tensor& cu_q, const Tensor& starts, double scale,
+                        int64_t window, double softcap, const std::optional<Tensor>& sinks) {
+  write_kv(key, value, key_cache, value_cache, slots);
+  return paged_attention(query, key_cache, value_cache, block_table, cu_q, starts, scale, window, softcap, sinks);
+}
+
+Tensor argmax(const Tensor& logits) {
+  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, "cb_ray: logits must be [rows, vocabulary]");
+  if (logits.size(1) > 1 && logits.stride(1) != 1) return argmax(torch::stable::contiguous(logits));
+  const int64_t rows = logits.size(0), columns = logits.size(1), sizes[] = {rows}, strides[] = {1};
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(1, sizes, strides, aoti_torch_dtype_int64(), aoti_torch_device_type_cpu(), 0, &made));
+  Tensor out(made);
+  const Kernels& level = kernels();
+  const Type type = type_of(logits, "logits");
+  const void* from = logits.data_ptr();
+  int64_t* to = static_cast<int64_t*>(out.data_ptr());
+  const auto search = [&](int64_t begin, int64_t end) { level.argmax(from, type, logits.stride(0), columns, begin, end, to); };
+  const int64_t grain = std::max<int64_t>(1, (1 << 17) / columns);
+  if (rows <= grain) search(0, rows);
+  else torch::stable::parallel_for(0, rows, grain, search);
+  return out;
+}
+
+}  // namespace
+}  // namespace cb_ray
+
+STABLE_TORCH_LIBRARY(cb_ray, m) {
+  m.def(
+      "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor cu_q, Tensor starts, "
+      "float scale, int window, float softcap, Tensor? sinks) -> Tensor");
+  m.def("write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots) -> ()");
+  m.def(
+      "write_and_attend(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots, "
+      "Tensor block_table, Tensor cu_q, Tensor starts, float scale, int window, float softcap, Tensor? sinks) -> Tensor");
+  m.def("argmax(Tensor logits) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(cb_ray, CPU, m) {
+  m.impl("paged_attention", TORCH_BOX(&cb_ray::paged_attention));
+  m.impl("write_kv", TORCH_BOX(&cb_ray::write_kv));
+  m.impl("write_and_attend", TORCH_BOX(&cb_ray::write_and_attend));
+  m.impl("argmax", TORCH_BOX(&cb_ray::argmax));
+}
