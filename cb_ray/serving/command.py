@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="any setting of the app, as in deployments/app.yaml; for instance --set engine.page_size=32 (may be repeated)",
     )
     parser.add_argument("--check", action="store_true", help="check the settings and stop")
+    parser.add_argument("--fetch", action="store_true", help="check the settings, fetch the model and stop")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -67,10 +68,12 @@ def run(given: argparse.Namespace) -> int:
         for name, args in parsed.items():
             print(f"{name}: serves {args.model} as {args.model_name}; the settings are right")
         return 0
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("serving needs Ray Serve; pip install 'cb-ray[serve]' brings it")
     for args in parsed.values():
         resolve_model(args.model)  # now and with progress bars, rather than in a replica whose log nobody reads
+    if given.fetch:
+        return 0
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("serving needs Ray Serve; pip install 'cb-ray[serve]' brings it")
     for variable, value in DATA_PLANE.items():
         os.environ.setdefault(variable, value)
     return _serve_file(target) if from_file else _serve(apps[NAME], host=given.host, port=given.port)
