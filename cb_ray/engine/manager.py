@@ -1,0 +1,503 @@
+"""`ContinuousBatchingManager`: transformers' methods, under their names and with their meaning, over the engine thread.
+
+Owns the engine's life (start, stop, pause, destroy), the ids of requests and the way in for them. Makes the thread; decides
+nothing about batches. Every method may be called from any thread. Teardown is the engine thread's own: `stop` asks and waits, no
+more.
+
+    caller ──add_request──▶ ids, validation ──▶ Inbox ──▶ EngineLoop (thread) ──▶ Outbox ──▶ get_result, handlers, streams
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import copy
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..config import ContinuousBatchingConfig, EngineFacts, WorkloadHints
+from ..errors import EngineStoppedError, InvalidRequestError
+from ..messages import EngineStats, GenerateRequest, GenerationOutput, TokenChunk
+from .gates import PauseGate, StopGate, StopLevel, turnstile
+from .intake import Intake, plain_ids
+from .loop import EngineLoop
+from .mailbox import Callback, DropCache, Inbox, Mailbox, NewWeights, Outbox, Results
+from .outputs import OutputRecord
+from .parts import Build, EngineParts
+from .sampling_config import SamplingPolicy
+
+logger = logging.getLogger(__name__)
+CACHED_MANAGER = "_cb_ray_manager"  # attribute of a model that keeps its manager between sessions
+_EXIT_TIMEOUT = 10.0  # seconds that a program waits for a forgotten engine when it ends
+
+
+@dataclass(slots=True)
+class _Session:
+    """From one start to the end of its thread."""
+
+    loop: EngineLoop
+    stop: StopGate
+    pause: PauseGate
+    thread: threading.Thread
+    keep: bool = False
+
+
+class BackgroundThreadStatus:
+    """What became of the engine thread."""
+
+    def __init__(self, manager: ContinuousBatchingManager) -> None:
+        self._manager = manager
+
+    @property
+    def fatal_error(self) -> Exception | None:
+        """The error that ended the last session, until the next start; None when there was none."""
+        return self._manager.fatal_error
+
+
+class ContinuousBatchingManager:
+    """Serves requests on a thread of its own, batching them step by step.
+
+    `build` makes the engine's parts (default: `engine.build.build`); `clock` gives seconds, and is what times in outputs refer
+    to. Raises ConfigError, UnsupportedModelError or MemoryError when the engine cannot be made; the model is then left as it was.
+    """
+
+    is_tp_driver = True
+
+    def __init__(
+        self,
+        model: Any,
+        generation_config: Any,
+        continuous_batching_config: Any = None,
+        workload_hints: WorkloadHints | None = None,
+        *,
+        build: Build | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model = model
+        self.generation_config = copy.deepcopy(generation_config)
+        self.wish = ContinuousBatchingConfig.of(continuous_batching_config)
+        self.warmed_up = False
+        self.background_thread_status = BackgroundThreadStatus(self)
+        self._hints = workload_hints or WorkloadHints()
+        self._builder = build
+        self._clock = clock
+        self._life = turnstile()
+        self._destroyed = False
+        self._session: _Session | None = None
+        self._parts: EngineParts | None = self._build()
+        self.facts: EngineFacts = self._parts.facts
+        self._results = Results()
+        self._outbox = Outbox(self._results)
+        self._inbox = Inbox(self.facts.max_queue_size)
+        self._stats = self._parts.core.stats()
+        policy = SamplingPolicy(
+            self.generation_config,
+            getattr(model, "config", None),
+            vocab_size=self._parts.limits.vocab_size,
+            per_request=self.facts.per_request_processors,
+            drop_unsupported=self.facts.drop_unsupported_processors,
+            return_logprobs=self.facts.return_logprobs,
+        )
+        self.num_return_sequences = policy.num_return_sequences
+        self._intake = Intake(policy=policy, limits=self._parts.limits, inbox=self._inbox, outbox=self._outbox, clock=clock)
+
+    def _build(self) -> EngineParts:
+        build = self._builder
+        if build is None:
+            from .build import build
+        return build(self.model, self.generation_config, self.wish, self._hints)
+
+    # ---- what there is to see -----------------------------------------------------------------------------------------------
+
+    @property
+    def continuous_batching_config(self) -> ContinuousBatchingConfig:
+        """The config with what was left open filled in; a new object each time."""
+        facts = self.facts
+        config = copy.copy(self.wish)
+        config.page_size, config.num_blocks = facts.page_size, facts.num_blocks
+        config.max_batch_tokens, config.max_requests_per_batch = facts.max_batch_tokens, facts.max_requests_per_batch
+        config.max_blocks_per_request = facts.max_blocks_per_request
+        config.use_async_batching = facts.use_async_batching
+        config.use_cuda_graph = (facts.use_varlen_graphs, facts.use_decode_graphs)
+        config.safety_margin, config.seed = facts.safety_margin, facts.seed
+        config.q_padding_interval_size, config.kv_padding_interval_size = facts.q_padding_interval, facts.kv_padding_interval
+        return config
+
+    @property
+    def fatal_error(self) -> Exception | None:
+        """The error that ended the last session, until the next start."""
+        error = None if self._session is None else self._session.loop.error
+        return error if error is None or isinstance(error, Exception) else RuntimeError(repr(error))
+
+    @property
+    def current_batch(self) -> int:
+        """Steps made in this session."""
+        return 0 if self._session is None else self._session.loop.num_steps
+
+    def stats(self) -> EngineStats:
+        """The engine's latest snapshot of itself, some 50 ms old at most while it is busy; what is on its way in is waiting."""
+        latest = self._stats if self._session is None else self._session.loop.stats
+        return replace(latest, num_waiting=self._inbox.waiting)
+
+    def is_running(self) -> bool:
+        """Whether the engine thread lives: from `start` until everything it had to do after a stop is done."""
+        session = self._session
+        return session is not None and session.thread.is_alive()
+
+    # ---- life ---------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the engine thread. While it runs: a warning, no more. While it finishes after a stop: waits, then starts anew.
+
+        Raises EngineStoppedError after `destroy`, and whatever building the engine raises.
+        """
+        with self._life:
+            if self._destroyed:
+                raise EngineStoppedError("this manager was destroyed; make a new one")
+            session = self._session
+            if session is not None and session.thread.is_alive():
+                if session.stop.level == StopLevel.RUNNING:
+                    logger.warning("the engine is running already; start() changes nothing")
+                    return
+                session.thread.join()
+            parts = self._parts or self._rebuild()
+            self._inbox.limit = self.facts.max_queue_size
+            stop, pause = StopGate(self._inbox.ring), PauseGate(self._inbox.ring)
+            loop = EngineLoop(
+                core=parts.core,
+                runner=parts.runner,
+                inbox=self._inbox,
+                outbox=self._outbox,
+                stop=stop,
+                pause=pause,
+                clock=self._clock,
+            )
+            thread = threading.Thread(target=self._live, name="cb-ray engine", daemon=True)
+            self._session = _Session(loop, stop, pause, thread)
+            self._results.open()
+            self._inbox.reopen()
+            atexit.register(self._at_exit)
+            thread.start()
+
+    def _rebuild(self) -> EngineParts:
+        parts = self._parts = self._build()
+        self._intake.limits, self.facts = parts.limits, parts.facts
+        return parts
+
+    def _live(self) -> None:
+        """The thread: a session, and what has to be done after it."""
+        session = self._session
+        assert session is not None
+        try:
+            session.loop.run()
+        finally:
+            atexit.unregister(self._at_exit)
+            self._stats = session.loop.stats
+            if session.loop.error is not None or not session.keep:
+                self._drop_parts()
+            session.pause.end(session.loop.error)
+            self._results.close()
+
+    def _drop_parts(self) -> None:
+        parts, self._parts, self.warmed_up = self._parts, None, False
+        if parts is not None:
+            parts.runner.close()
+
+    def _at_exit(self) -> None:
+        """A program that ends without `stop` takes its engine with it."""
+        self.stop(block=True, timeout=_EXIT_TIMEOUT, hard_stop=True)
+
+    def warmup(self) -> None:
+        """Run what compiles or captures before the first request pays for it. Allowed before `start` and while running."""
+        if self.is_running():
+            with self.pause(invalidate=False):
+                self._warm_up()
+            return
+        with self._life:
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        parts = self._parts or self._rebuild()
+        parts.runner.install()
+        try:
+            parts.runner.warmup()
+        finally:
+            parts.runner.restore()
+        self.warmed_up = True
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Take no more requests, finish those that are here (`hard_stop`: fail them with what they have), then end the thread.
+
+        `block` waits for that, up to `timeout` seconds; the engine finishes by itself whether anybody waits or not.
+        `keep_for_next_session` keeps cache and manager for the next `init_continuous_batching` on this model.
+        Raises RuntimeError inside one's own `pause`.
+        """
+        session = self._session
+        if session is None or not session.thread.is_alive():
+            logger.warning("stop() has nothing to stop: the engine is not running")
+            return
+        if session.pause.held_here():
+            raise RuntimeError("stop() inside pause() of the same thread would wait for itself; leave the pause first")
+        asked = time.perf_counter()
+        session.keep = keep_for_next_session
+        if keep_for_next_session:
+            setattr(self.model, CACHED_MANAGER, self)
+        self._inbox.refuse("the engine is stopping")
+        session.stop.rise(StopLevel.HARD if hard_stop else StopLevel.FLUSH)
+        if hard_stop:
+            session.pause.let_go()
+        if block:
+            self.join(asked, timeout)
+
+    def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
+        """Wait for the engine thread. `stop_trigger_time` is the perf_counter reading that the logged duration starts at."""
+        session = self._session
+        if session is None:
+            return
+        session.thread.join(timeout)
+        if session.thread.is_alive():
+            logger.warning("the engine is still finishing its requests after %g s; it will end by itself", timeout or 0.0)
+        else:
+            logger.info("the engine ended %.3f s after it was asked to stop", time.perf_counter() - stop_trigger_time)
+
+    def destroy(self) -> None:
+        """Finish what is here and give everything back. Final: there is no start after it. May be called again."""
+        if self.is_running():
+            self.stop(block=True)
+        with self._life:
+            self._destroyed = True
+            self._drop_parts()
+        gone = "this manager was destroyed"
+        self._inbox.refuse(gone)
+        self._outbox.fail_live(EngineStoppedError(gone))
+        if self.model.__dict__.get(CACHED_MANAGER) is self:
+            delattr(self.model, CACHED_MANAGER)
+
+    @contextmanager
+    def pause(self, *, invalidate: bool = True, recompute: bool = False, weights_version: int | None = None) -> Generator[None]:
+        """Inside, the engine stands still between two steps and the model is its owner's: to run, to load other weights into.
+
+        Several threads may hold a pause; the engine goes on when the last one leaves. `invalidate` (default) counts the weights
+        as new, so that no page computed before is shared with a request that comes after; False is for a pause that changed
+        nothing. `weights_version` names the new weights, else they are counted. Requests under way go on over the pages they
+        have, or with `recompute` compute them again first. Raises EngineStoppedError (a RuntimeError) when nothing runs.
+        """
+        session = self._session
+        if session is None or not session.thread.is_alive():
+            raise EngineStoppedError("the engine is not running, so there is nothing to pause; start it first")
+        with session.pause.hold():
+            try:
+                yield
+            finally:
+                if invalidate or recompute or weights_version is not None:
+                    self._inbox.put(NewWeights(weights_version, recompute))
+
+    def drop_cache(self) -> None:
+        """Forget every cached prefix, at the next step."""
+        self._inbox.put(DropCache())
+
+    # ---- requests in --------------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        input_ids: Iterable[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+        num_return_sequences: int | None = None,
+        **sampling: Any,
+    ) -> str | None:
+        """Hand in one prompt; returns its id, or None with a warning when the engine takes no more.
+
+        What is left out comes from the generation config. `sampling` are fields of SamplingParams, for engines made with
+        `per_request_processors=True`. Raises InvalidRequestError (a ValueError) for what can never be served and for an id that
+        is in use, QueueFullError (a queue.Full) when `max_queue_size` requests wait.
+        """
+        if self._refuses(input_ids):
+            return None
+        prompt = self._intake.prompt(
+            input_ids,
+            max_new_tokens=max_new_tokens,
+            stream=streaming,
+            record_timestamps=record_timestamps,
+            eos_token_id=eos_token_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+            sampling=sampling,
+        )
+        try:
+            return self._intake.hand_in([prompt], [request_id], num_return_sequences=num_return_sequences)[0][0]
+        except EngineStoppedError:
+            self._refuses(input_ids)
+            return None
+
+    def add_requests(
+        self,
+        inputs: Iterable[Iterable[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        *,
+        request_ids: Sequence[str] | None = None,
+        eos_token_id: int | list[int] | None = None,
+        num_return_sequences: int | None = None,
+        **sampling: Any,
+    ) -> list[str]:
+        """Hand in several prompts, all or none; returns their ids in input order.
+
+        Raises InvalidRequestError naming the first bad prompt, QueueFullError when they do not all find a place, and
+        EngineStoppedError when the engine takes no more.
+        """
+        if self._intake.refusing is not None:
+            raise EngineStoppedError(self._intake.refusing)
+        prompts: list[GenerateRequest] = []
+        for index, input_ids in enumerate(inputs):
+            try:
+                prompt = self._intake.prompt(
+                    input_ids,
+                    max_new_tokens=max_new_tokens,
+                    stream=streaming,
+                    record_timestamps=record_timestamps,
+                    eos_token_id=eos_token_id,
+                    sampling=sampling,
+                )
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"inputs[{index}]: {error.message}", error.param, error.code) from error
+            prompts.append(prompt)
+        names = [None] * len(prompts) if request_ids is None else list(request_ids)
+        if len(names) != len(prompts):
+            raise InvalidRequestError(f"{len(prompts)} prompts need as many request_ids, got {len(names)}", param="request_ids")
+        return [family[0] for family in self._intake.hand_in(prompts, names, num_return_sequences=num_return_sequences)]
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Hand in a request as it is; its outputs go to its handler or to `get_result`.
+
+        Raises InvalidRequestError, QueueFullError or EngineStoppedError.
+        """
+        self._intake.hand_in([request], [request.request_id], num_return_sequences=1)
+
+    def run_batch(
+        self, inputs: Sequence[Iterable[int]], on_end: Callable[[], object], **arguments: Any
+    ) -> dict[str, GenerationOutput]:
+        """Serve a batch to its end; its outputs come in input order, children before their parent (see `Intake.run_batch`)."""
+        return self._intake.run_batch(inputs, on_end, **arguments)
+
+    def _refuses(self, input_ids: Iterable[int]) -> bool:
+        reason = self._intake.refusing
+        if reason is not None:
+            logger.warning("a request is refused (%s): %s", reason, _preview(input_ids))
+        return reason is not None
+
+    def cancel_request(self, request_id: str) -> None:
+        """End a request early: it gets a CANCELLED output with what it has, and so do its children. Unknown ids: nothing."""
+        self._intake.cancel(request_id)
+
+    # ---- outputs out --------------------------------------------------------------------------------------------------------
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+        """The oldest output that nobody fetched yet, or the oldest one of `request_id`, waiting for it.
+
+        None after `timeout` seconds, or when the engine has ended and nothing is left.
+        """
+        return self._results.get(request_id, timeout)
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Outputs as they come, until the engine has ended and nothing is left."""
+        while (output := self._results.get()) is not None:
+            yield output
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """Outputs of one request as they come, up to its terminal one. While somebody iterates, nobody else gets them."""
+        with self._results.claim(request_id):
+            while (output := self._results.get(request_id)) is not None:
+                yield output
+                if output.is_finished():
+                    return
+
+    def register_result_handler(self, request_id: str, callback: Callback) -> None:
+        """Outputs of `request_id` go to `callback`, on the running event loop, until the terminal one.
+
+        Register before handing the request in. Raises RuntimeError without a running event loop.
+        """
+        self._outbox.register(request_id, callback, asyncio.get_running_loop())
+
+    async def chunks(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Hand in a request and get its chunks, merged when the reader is late; leaving early cancels it in the engine.
+
+        Raises InvalidRequestError, QueueFullError or EngineStoppedError at the first step.
+        """
+        mailbox = Mailbox(self._outbox.bell(asyncio.get_running_loop()))
+        self._intake.hand_in([request], [request.request_id], num_return_sequences=1, mailbox=mailbox)
+        async for chunk in self._read(mailbox, {request.request_id}):
+            yield chunk
+
+    async def stream(
+        self,
+        input_ids: Iterable[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = True,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+        num_return_sequences: int | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[GenerationOutput]:
+        """Like `add_request`, and its cumulative outputs as they come (those of its children, too); leaving early cancels it.
+
+        A reader who is late gets fewer outputs with more tokens each. Raises EngineStoppedError when the engine takes no more.
+        """
+        prompt = self._intake.prompt(
+            input_ids,
+            max_new_tokens=max_new_tokens,
+            stream=streaming,
+            record_timestamps=record_timestamps,
+            eos_token_id=eos_token_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+            sampling=sampling,
+        )
+        mailbox = Mailbox(self._outbox.bell(asyncio.get_running_loop()))
+        created = self._clock()
+        family = self._intake.hand_in([prompt], [request_id], num_return_sequences=num_return_sequences, mailbox=mailbox)[0]
+        records = {name: OutputRecord(replace(prompt, request_id=name), created) for name in family}
+        async for chunk in self._read(mailbox, set(family)):
+            yield records[chunk.request_id].add(chunk).output()
+
+    async def _read(self, mailbox: Mailbox, live: set[str]) -> AsyncIterator[TokenChunk]:
+        try:
+            while live:
+                chunk = await mailbox.next()
+                if chunk.is_terminal:
+                    live.discard(chunk.request_id)
+                yield chunk
+        finally:
+            self._intake.abandon(live)
+
+
+def _preview(input_ids: Iterable[int]) -> str:
+    """The first and last three ids, for a log line."""
+    ids = plain_ids(input_ids)
+    return repr(ids) if len(ids) <= 6 else f"[{', '.join(map(str, ids[:3]))}, …, {', '.join(map(str, ids[-3:]))}]"

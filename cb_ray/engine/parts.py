@@ -1,0 +1,69 @@
+"""What an engine is made of, as its thread sees it: a core that decides, a runner that computes, and what was settled about them.
+
+Owns `EngineParts` and the two shapes `Core` and `Runner`, so that loop and manager can be driven by stand-ins. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..config import ContinuousBatchingConfig, EngineFacts, WorkloadHints
+from ..core.plan import BatchPlan, StepResult
+from ..core.request import RequestLimits
+from ..messages import EngineStats, GenerateRequest, TokenChunk
+
+
+class Ticket(Protocol):
+    """A step that was handed to the device."""
+
+    @property
+    def plan(self) -> BatchPlan: ...
+
+
+class Core(Protocol):
+    """`core.engine_core.EngineCore`, or a stand-in."""
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def weights_version(self) -> int: ...
+    def add(self, source: GenerateRequest, now: float) -> None: ...
+    def cancel(self, request_id: str, now: float) -> None: ...
+    def plan(self, now: float) -> BatchPlan: ...
+    def commit(self, plan: BatchPlan, result: StepResult, now: float) -> None: ...
+    def fail_all(self, error: Exception, now: float) -> None: ...
+    def cancel_all(self, error: Exception, now: float) -> None: ...
+    def take_chunks(self) -> list[TokenChunk]: ...
+    def stats(self) -> EngineStats: ...
+    def set_weights_version(self, version: int, *, recompute: bool = False) -> None: ...
+    def drop_cache(self) -> None: ...
+
+
+class Runner(Protocol):
+    """`runtime.model_runner.ModelRunner`, or a stand-in."""
+
+    @property
+    def depth(self) -> int: ...
+    def submit(self, plan: BatchPlan) -> Any: ...
+    def collect(self, ticket: Any) -> StepResult: ...
+    def warmup(self, progress: bool = False) -> None: ...
+    def install(self) -> None: ...
+    def restore(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """One engine, ready to run."""
+
+    core: Core
+    runner: Runner
+    facts: EngineFacts
+    limits: RequestLimits
+
+
+Build = Callable[[Any, Any, ContinuousBatchingConfig, WorkloadHints], EngineParts]  # (model, generation_config, config, hints)
