@@ -6,7 +6,9 @@
     │   └── DeviceError (RuntimeError)        400  a setting that this device cannot do
     ├── UnsupportedModelError (ValueError)    400  the model has something this engine does not compute
     ├── ModelSourceError (RuntimeError)       500  the model's files cannot be had, or are not what they should be
+    ├── AuthenticationError                   401  no API key, or one that is not known here
     ├── UnknownModelError (LookupError)       404  no such model is served here
+    ├── BodyTooLargeError (ValueError)        413  the body of an HTTP request is longer than the server reads
     ├── QueueFullError (queue.Full)           429  as many requests wait as may wait; come back later
     ├── RequestCancelledError                 499  the caller gave up first
     ├── EngineStoppedError (RuntimeError)     503  the engine takes no more requests
@@ -105,6 +107,32 @@ class UnknownModelError(CbRayError, LookupError):
 
     def __str__(self) -> str:
         return f"The model `{self.model}` does not exist; this server has {', '.join(f'`{name}`' for name in self.served)}"
+
+
+class AuthenticationError(CbRayError):
+    """The server asks for an API key, and the request has none or a wrong one."""
+
+    http_status = 401
+    openai_type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def __str__(self) -> str:
+        return "this server asks for an API key: send a known one as `Authorization: Bearer KEY`"
+
+
+class BodyTooLargeError(CbRayError, ValueError):
+    """The body of an HTTP request is longer than this server reads."""
+
+    http_status = 413
+    openai_type = "invalid_request_error"
+    code = "body_too_large"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return f"the body is longer than the {self.limit} bytes that this server reads"
 
 
 class QueueFullError(CbRayError, queue.Full):
