@@ -1,0 +1,80 @@
+"""`HandleSource`: tokens from the engine deployment, with errors of this package whatever crossed Ray.
+
+Owns the one place where Ray's and Serve's exceptions are unwrapped. They are told by name, so this file imports no Ray and
+depends on no version of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CbRayError, NoReplicaError, QueueFullError, ReplicaLostError
+from ..messages import GenerateRequest, TokenChunk
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+logger = logging.getLogger(__name__)
+
+_DIED = {"RayActorError", "ObjectLostError", "NodeDiedError", "WorkerCrashedError", "LocalRayletDiedError"}
+_TAKEN_AWAY = {"RequestCancelledError", "TaskCancelledError"}  # by Serve: a cancellation of ours never arrives here as an error
+
+
+class HandleSource:
+    """Tokens from the engine deployment. Closing an iterator early cancels the request in its engine."""
+
+    def __init__(self, engine: DeploymentHandle) -> None:
+        self._engine = engine.options(stream=True)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
+        """The chunks of one request. Raises CbRayError, whatever was raised on the other side."""
+        chunks: Any = self._engine.generate.remote(request=request)
+        num_tokens, over = 0, False
+        try:
+            async for chunk in chunks:
+                num_tokens += len(chunk.token_ids)
+                over = chunk.is_terminal
+                yield chunk
+            over = True
+        except Exception as error:
+            over = True
+            raise own_error(error, num_tokens) from error
+        finally:
+            if not over:
+                chunks.cancel()  # closes the generator in the engine's replica, which cancels the request there
+
+
+def own_error(error: BaseException, tokens_so_far: int = 0) -> CbRayError:
+    """The error of this package that an exception from a handle call stands for.
+
+    Ray raises what a replica raised as an object that is a RayTaskError and of the original class at once, with a traceback
+    for its text and the original in `cause`. Serve adds errors of its own: full queues, deployments that cannot serve.
+    """
+    while "RayTaskError" in _kinds(error) and isinstance(getattr(error, "cause", None), BaseException):
+        error = error.cause  # type: ignore[attr-defined]
+    if isinstance(error, CbRayError):
+        return error
+    kinds = _kinds(error)
+    if "BackPressureError" in kinds:
+        return _back_pressure(error)
+    if kinds & (_DIED | _TAKEN_AWAY):
+        return ReplicaLostError("", tokens_so_far)
+    if kinds & {"DeploymentUnavailableError", "RayServeException"}:
+        return NoReplicaError("the engines cannot be reached now; Ray Serve's status page says why")
+    logger.error("an engine raised %s", type(error).__name__, exc_info=error)
+    return CbRayError("the engine failed on this request; its log says why")
+
+
+def _kinds(error: BaseException) -> set[str]:
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def _back_pressure(error: BaseException) -> CbRayError:
+    """Serve's refusal as ours: 429 means come back later, 503 that nothing can serve."""
+    retry_after_s = getattr(error, "retry_after_s", None) or 1.0
+    if getattr(error, "status_code", 503) != 429:
+        return NoReplicaError("no replica can take a request now", retry_after_s)
+    waiting, limit = (error.args + (0, 0))[:2]
+    return QueueFullError(waiting, limit, retry_after_s)
