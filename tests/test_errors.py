@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import typing
 
 import pytest
 
@@ -11,20 +12,15 @@ from cb_ray import errors
 from cb_ray.errors import CbRayError, nearest
 
 CLASSES = [item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, CbRayError)]
-ARGUMENTS = {
-    "UnsupportedModelError": ("mamba", "it has no attention"),
-    "UnknownModelError": ("gpt-5", ("smollm2-135m", "qwen3")),
-    "QueueFullError": (7, 6, 1.5),
-    "ReplicaLostError": ("replica-1", 12),
-    "RequestTimeoutError": (2.5,),
-    "InvalidRequestError": ("top_p must be at most 1, got 2", "top_p", "too_large"),
-    "ConfigError": ("page_size must be at least 1, got 0", "page_size"),
-    "NoReplicaError": ("every replica is starting", 3.0),
-}
+SAMPLES: dict[object, object] = {str: "what happened", int: 7, float: 1.5, tuple[str, ...]: ("a", "b"), str | None: "top_p"}
 
 
 def make(cls: type[CbRayError]) -> CbRayError:
-    return cls(*ARGUMENTS.get(cls.__name__, ("what happened",)))
+    """An error of this class with every argument given."""
+    if "__init__" not in vars(cls):
+        return cls("what happened")
+    hints = typing.get_type_hints(cls.__init__)
+    return cls(*(SAMPLES[hint] for name, hint in hints.items() if name != "return"))
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
