@@ -115,6 +115,7 @@ class EngineCore:
             copies=tuple(draft.copies),
             parks=tuple(draft.parks),
             unparks=tuple(draft.unparks),
+            released=self._scheduler.take_released() if draft.rows else (),
             weights_version=self._scheduler.weights_version,
             num_tokens=draft.num_tokens,
         )

@@ -53,6 +53,7 @@ class BatchPlan:
     copies: tuple[BlockCopy, ...] = ()
     parks: tuple[BlockCopy, ...] = ()
     unparks: tuple[BlockCopy, ...] = ()
+    released: tuple[str, ...] = ()  # ids of requests that lost their seat since the plan before
     weights_version: int = 0
     num_tokens: int = 0
 

@@ -97,6 +97,7 @@ class Scheduler:
         self.running: dict[str, Request] = {}
         self.waiting = WaitingLine()
         self.live: dict[str, Request] = {}  # running and waiting, by id
+        self._released: list[str] = []  # who lost a seat since the last plan
 
     # ---- who is here --------------------------------------------------------------------------------------------------
 
@@ -110,6 +111,7 @@ class Scheduler:
         if self.running.pop(request.id, None) is None:
             self.waiting.remove(request)
         if request.seated:
+            self._released.append(request.id)
             if not forget:
                 self._blocks.name_full(request)
             self._blocks.vacate(request, forget=forget)
@@ -118,6 +120,7 @@ class Scheduler:
     def restart(self, request: Request) -> None:
         """Make a request compute all its tokens again, under whatever weights there are now."""
         if self.running.pop(request.id, None) is not None:
+            self._released.append(request.id)
             self._blocks.vacate(request)
             request.status = RequestStatus.PENDING
         else:
@@ -144,6 +147,11 @@ class Scheduler:
         if not (draft.num_preempted and draft.rows):
             self._admit(draft)
         return draft
+
+    def take_released(self) -> tuple[str, ...]:
+        """Ids of requests that lost their seat since the last call; one that is seated anew starts from nothing."""
+        released, self._released = tuple(self._released), []
+        return released
 
     def _running_in_order(self) -> list[Request]:
         decoding: list[Request] = []
@@ -238,6 +246,7 @@ class Scheduler:
             self._blocks.vacate(victim)
         else:
             draft.parks += copies
+        self._released.append(victim.id)
         del self.running[victim.id]
         victim.status = RequestStatus.PENDING
         victim.num_preemptions += 1

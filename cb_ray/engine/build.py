@@ -1,7 +1,7 @@
-"""The one place where an engine is wired: model + settings → facts, layout, cache, attention, runner, core.
+"""The one place where an engine is wired: model + settings → facts, layout, cache, forward, runner, core.
 
-Owns the choice of attention backend and the translation of a model into the numbers that sizing needs. Nothing runs here
-beyond the survey's small forward pass; a model that cannot be served is refused by name, and left as it was found.
+Owns the translation of a model into the numbers that sizing needs. Nothing runs here beyond the small forward passes of the
+survey and the trial; a model that cannot be served is refused by name, and left as it was found.
 """
 
 from __future__ import annotations
@@ -9,25 +9,22 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..config import ContinuousBatchingConfig, WorkloadHints
 from ..core.engine_core import EngineCore
-from ..core.layout import CacheLayout, LayerSpec
+from ..core.layout import CacheLayout
 from ..core.request import RequestLimits
-from ..errors import UnsupportedModelError
-from ..runtime.attention import Backend, PagedAttention
-from ..runtime.backends import EagerBackend, SdpaBackend
 from ..runtime.kv_cache import KVCache
 from ..runtime.model_runner import ModelRunner
 from ..runtime.sampling import Processor
-from ..runtime.survey import Survey, survey
 from ..sizing import ModelFacts, resolve
 from .machine import measure
 from .parts import EngineParts
+from .ways import Way, find_way
 
 logger = logging.getLogger(__name__)
 
@@ -46,48 +43,31 @@ def build(
     Raises UnsupportedModelError when the model has something that would be computed wrongly, ConfigError for a bad setting, and
     MemoryError when what was asked for does not fit.
     """
-    found = survey(model)
-    if found.reason:
-        raise UnsupportedModelError(_name(model), found.reason)
-    chosen = choose_backend(found, model.device, backend)
-    layers = [site.spec for site in found.sites]
+    config.validate()
+    model.eval()
+    way = find_way(model, config.page_size, backend)
     facts = resolve(
-        config,
-        _model_facts(model, found, layers),
-        measure(model.device),
-        hints=hints,
-        entropy=secrets.randbits(62),
-        compile_fallback=None,
+        config, _model_facts(model, way), measure(model.device), hints=hints, entropy=secrets.randbits(62), compile_fallback=None
     )
+    if not way.pages:  # pages are only counted: what a request computed stays with it
+        facts = replace(facts, allow_block_sharing=False, cpu_offload_bytes=0)
+        logger.warning("%s is served row by row, %s: right, but slower than packed", type(model).__name__, way.name)
     for note in facts.notes:
         logger.warning(note)
-    layout = CacheLayout.sized(layers, page_size=facts.page_size, itemsize=model.dtype.itemsize, num_blocks=facts.num_blocks)
+    layout = CacheLayout.sized(way.layers, page_size=facts.page_size, itemsize=model.dtype.itemsize, num_blocks=facts.num_blocks)
     host_sectors = facts.cpu_offload_bytes // layout.bytes_per_sector
-    cache = KVCache(layout, dtype=model.dtype, device=model.device, num_host_sectors=host_sectors)
-    attention = PagedAttention(cache, chosen, {id(site.module): site.index for site in found.sites})
-    runner = ModelRunner(model, cache, attention, processors)
+    cache = None
+    if way.pages:
+        cache = KVCache(layout, dtype=model.dtype, device=model.device, num_host_sectors=host_sectors)
+    runner = ModelRunner(way.make(cache), model.device, processors)
     limits = RequestLimits(
-        vocab_size=_input_vocabulary(model, found),
+        vocab_size=_input_vocabulary(model, way),
         max_length=max_length(model),
         max_cached_tokens=layout.max_tokens_alone(facts.max_batch_tokens),
         page_size=facts.page_size,
     )
     core = EngineCore(facts=facts, layout=layout, limits=limits, num_host_sectors=host_sectors)
     return EngineParts(core=core, runner=runner, facts=facts, limits=limits)
-
-
-def choose_backend(found: Survey, device: torch.device, wanted: str | None = None) -> Backend:
-    """The first backend that can serve every layer, or the one of that name. Raises UnsupportedModelError saying why not."""
-    candidates: list[Backend] = [SdpaBackend(), EagerBackend()]
-    if wanted is not None:
-        candidates = [backend for backend in candidates if backend.name == wanted]
-    reasons: list[str] = []
-    for backend in candidates:
-        against = [reason for site in found.sites if (reason := backend.reason_against(site, device))]
-        if not against:
-            return backend
-        reasons.append(f"{backend.name}: {against[0]}")
-    raise UnsupportedModelError("this model", "; ".join(reasons) or f"there is no attention backend called {wanted!r}")
 
 
 def max_length(model: PreTrainedModel) -> int:
@@ -100,28 +80,27 @@ def max_length(model: PreTrainedModel) -> int:
     return 1 << 30
 
 
-def _name(model: PreTrainedModel) -> str:
-    return type(model).__name__
-
-
-def _input_vocabulary(model: PreTrainedModel, found: Survey) -> int:
+def _input_vocabulary(model: PreTrainedModel, way: Way) -> int:
     embeddings = model.get_input_embeddings()
-    return int(getattr(embeddings, "num_embeddings", found.vocab_size))
+    return int(getattr(embeddings, "num_embeddings", way.vocab_size))
 
 
-def _model_facts(model: PreTrainedModel, found: Survey, layers: list[LayerSpec]) -> ModelFacts:
+def _model_facts(model: PreTrainedModel, way: Way) -> ModelFacts:
     itemsize = model.dtype.itemsize
-    groups = CacheLayout.group(layers)
     text: Any = model.config.get_text_config(decoder=True)  # pyright: ignore[reportUnknownMemberType]
     hidden = int(getattr(text, "hidden_size", 0) or getattr(text, "n_embd", 0) or 1024)
-    inner = int(getattr(text, "intermediate_size", 0) or 4 * hidden)
-    widest = max(site.heads * (site.k_dim + site.v_dim) for site in found.sites)
-    kind = model.device.type
+    inner = max(4 * hidden, _number(getattr(text, "intermediate_size", 0)))
+    kv = max(layer.items_per_token for layer in way.layers)
     return ModelFacts(
-        group_bytes_per_token=tuple(group.items_per_token * itemsize for group in groups),
-        activation_bytes_per_token=itemsize * (4 * hidden + 3 * inner + 2 * widest),
-        logits_bytes_per_row=found.vocab_size * (itemsize + 4),
-        device_type=kind,
+        group_bytes_per_token=tuple(group.items_per_token * itemsize for group in CacheLayout.group(way.layers)),
+        activation_bytes_per_token=itemsize * (4 * hidden + 3 * inner + 2 * kv),
+        logits_bytes_per_row=way.vocab_size * (itemsize + 4),
+        device_type=model.device.type,
         has_streams=False,
         has_graphs=False,
     )
+
+
+def _number(value: Any) -> int:
+    """A config field that may be one number or one per layer."""
+    return max(value, default=0) if isinstance(value, (list, tuple)) else int(value or 0)

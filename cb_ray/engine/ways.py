@@ -1,0 +1,125 @@
+"""How a model can be run: packed over pages, or row by row with its own cache. Owns the choice and the trial each way must pass.
+
+Knows the runtime's forwards and the survey; no core, no request. A way that raises or gives other logits than the model's plain
+forward pass is not taken; a model that no way serves is refused with the reasons, and left as it was found.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..core.layout import LayerSpec
+from ..errors import UnsupportedModelError
+from ..runtime.attention import Backend, PagedAttention
+from ..runtime.backends import EagerBackend, SdpaBackend
+from ..runtime.kv_cache import KVCache
+from ..runtime.model_runner import Forward
+from ..runtime.own_cache_forward import Manner, OwnCacheForward
+from ..runtime.packed_forward import PackedForward
+from ..runtime.survey import Survey, survey
+from ..runtime.trial import trial_error, trial_layout
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of the trial, in standard deviations of the logits
+_HALF_TOLERANCE = 0.1
+_NO_KV = LayerSpec(0, "full", 1, 1, 1)  # stands for layers whose state does not grow with the sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of running the model that gave the right logits."""
+
+    name: str
+    pages: bool  # whether keys and values lie in our pages
+    layers: tuple[LayerSpec, ...]
+    vocab_size: int
+    masked: bool
+    make: Callable[[KVCache | None], Forward]
+
+
+def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None) -> Way:
+    """The fastest way that serves `model` rightly. Raises UnsupportedModelError with what spoke against each."""
+    reasons: list[str] = []
+    seen: Survey | None = None
+    try:
+        seen = survey(model)
+        reasons += [f"packed: {seen.reason}"] if seen.reason else []
+    except Exception as error:
+        reasons.append(f"packed: the model's layers could not be watched ({type(error).__name__}: {error})")
+    for way in _candidates(model, seen, reasons, backend):
+        try:
+            error = _try(model, way, page_size)
+        except Exception as raised:
+            reasons.append(f"{way.name}: {type(raised).__name__}: {raised}")
+            continue
+        if error <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):
+            return way
+        reasons.append(f"{way.name}: its logits differ from the model's own by {error:.2g} standard deviations")
+    kinds = _unusual_layers(model)
+    raise UnsupportedModelError(type(model).__name__, "; ".join([*kinds, *reasons]))
+
+
+def _candidates(model: PreTrainedModel, seen: Survey | None, reasons: list[str], wanted: str | None) -> Iterator[Way]:
+    if seen is not None and not seen.reason:
+        backend = choose_backend(seen, model.device, wanted)
+        yield _packed(model, seen, backend)
+    if wanted is not None:
+        return
+    layers = tuple(site.spec for site in seen.sites) if seen is not None and seen.sites else (_NO_KV,)
+    full = tuple(LayerSpec(s.index, "full", s.kv_heads, s.k_dim, s.v_dim) for s in layers)
+    vocab_size = seen.vocab_size if seen is not None else int(model.config.get_text_config(decoder=True).vocab_size)  # pyright: ignore
+    manners: tuple[Manner, ...] = ("extend", "single", "again")
+    for manner in manners:
+        yield Way(f"own cache ({manner})", False, full, vocab_size, True, _own(model, manner))
+
+
+def _packed(model: PreTrainedModel, seen: Survey, backend: Backend) -> Way:
+    layer_of = {id(site.module): site.index for site in seen.sites}
+
+    def make(cache: KVCache | None) -> Forward:
+        assert cache is not None
+        return PackedForward(model, cache, PagedAttention(cache, backend, layer_of))
+
+    layers = tuple(site.spec for site in seen.sites)
+    return Way(f"packed ({backend.name})", True, layers, seen.vocab_size, True, make)
+
+
+def _own(model: PreTrainedModel, manner: Manner) -> Callable[[KVCache | None], Forward]:
+    return lambda cache: OwnCacheForward(model, manner)
+
+
+def choose_backend(seen: Survey, device: torch.device, wanted: str | None = None) -> Backend:
+    """The first backend that can serve every layer, or the one of that name. Raises UnsupportedModelError saying why not."""
+    candidates: list[Backend] = [SdpaBackend(), EagerBackend()]
+    if wanted is not None:
+        candidates = [backend for backend in candidates if backend.name == wanted]
+    reasons: list[str] = []
+    for backend in candidates:
+        against = [reason for site in seen.sites if (reason := backend.reason_against(site, device))]
+        if not against:
+            return backend
+        reasons.append(f"{backend.name}: {against[0]}")
+    raise UnsupportedModelError("this model", "; ".join(reasons) or f"there is no attention backend called {wanted!r}")
+
+
+def _try(model: PreTrainedModel, way: Way, page_size: int) -> float:
+    layout = trial_layout(way.layers, max(page_size, 4), model.dtype.itemsize)
+    cache = KVCache(layout, dtype=model.dtype, device=model.device) if way.pages else None
+    forward = way.make(cache)
+    try:
+        return trial_error(model, forward, layout, way.vocab_size)
+    finally:
+        forward.close()
+
+
+def _unusual_layers(model: PreTrainedModel) -> list[str]:
+    """The layer types that the config names, apart from plain attention: usually the cause."""
+    kinds: list[str] = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []  # pyright: ignore
+    odd = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    return [f"layer type {', '.join(odd)}"] if odd else []

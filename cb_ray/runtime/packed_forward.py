@@ -1,0 +1,75 @@
+"""One forward pass for a whole step: all rows packed into one sequence, attention over pages. Owns the packed inputs of a step.
+
+Knows plans, the cache and a model; samples nothing. This is how every model is run whose attention layers go through
+transformers' attention interface and whose other layers look at one token at a time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..core.plan import BatchPlan
+from .attention import PagedAttention
+from .attention_switch import AttentionSwitch
+from .inputs import StepInputs, pack, unpack
+from .kv_cache import KVCache
+
+
+class PackedForward:
+    """Runs plans as `model(input_ids [1, Q], position_ids [1, Q])` without a cache object."""
+
+    def __init__(self, model: PreTrainedModel, cache: KVCache, attention: PagedAttention) -> None:
+        self._model = model
+        self._cache = cache
+        self._attention = attention
+        self._switch = AttentionSwitch(model, attention.name)
+        self._device = cache.flat.device
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_rows = "logits_to_keep" in parameters
+        self._takes_positions = "position_ids" in parameters
+
+    def install(self) -> None:
+        """Put the model's attention on our pages. Idempotent."""
+        self._switch.install()
+
+    def restore(self) -> None:
+        """Give the model its own attention back. Idempotent."""
+        self._switch.restore()
+
+    def close(self) -> None:
+        self.restore()
+        self._attention.close()
+
+    def run(self, plan: BatchPlan, sampled: torch.Tensor | None, every_token: bool) -> torch.Tensor:
+        """Logits [S, V] of the sampling rows' last tokens, or [Q, V] of every token.
+
+        `sampled` holds the tokens of the step before on the device, for rows whose last token is carried over.
+        """
+        self._cache.move(plan)
+        inputs = self._inputs(plan, sampled)
+        wanted = inputs.last.long()
+        keywords: dict[str, Any] = {"position_ids": inputs.positions[None]} if self._takes_positions else {}
+        if self._keeps_rows and not every_token:
+            keywords["logits_to_keep"] = wanted if len(wanted) else torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._attention.begin(inputs)
+        try:
+            logits = self._model(input_ids=inputs.ids[None], use_cache=False, **keywords).logits[0]
+        finally:
+            self._attention.end()
+        return logits[: len(wanted)] if self._keeps_rows and not every_token else logits if every_token else logits[wanted]
+
+    def _inputs(self, plan: BatchPlan, sampled: torch.Tensor | None) -> StepInputs:
+        layout = self._cache.layout
+        host, sizes = pack(plan, layout.page_size, len(layout.groups))
+        buffer = torch.from_numpy(host)
+        if self._device.type != "cpu":
+            buffer = buffer.pin_memory().to(self._device, non_blocking=True)
+        inputs = unpack(buffer, host, sizes)
+        if len(inputs.carry_to):
+            assert sampled is not None, "a row carries a token and there was no step before"
+            inputs.ids[inputs.carry_to.long()] = sampled[inputs.carry_from.long()]
+        return inputs
