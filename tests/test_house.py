@@ -4,7 +4,7 @@
                       3rd      engine      simulation
                       2nd      runtime     text
                       1st      core        routing
-                      ground   errors, config, sizing, digests, messages
+                      ground   errors, config, sizing, digests, messages, user_cache
 
 Everything is read from the source with `ast`, imports inside functions and under TYPE_CHECKING included: an arrow that is
 drawn late is an arrow.
@@ -28,7 +28,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cb_ray"
 
-GROUND = {"errors", "config", "digests", "messages", "sizing"}
+GROUND = {"errors", "config", "digests", "messages", "sizing", "user_cache"}
 ROOF = {"serving", "bench", "cli"}
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),

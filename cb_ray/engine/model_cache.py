@@ -1,6 +1,6 @@
 """Directories that are made once, published whole and noticed when damaged: the user's cache of converted models.
 
-Owns the cache's place, its lock files and the manifest in each entry. Knows nothing of models: what goes into an entry is the
+Owns the entries, their lock files and manifests. Knows nothing of models: what goes into an entry is the
 business of the function that makes it.
 
     root/KEY.lock          held while KEY is made, by one process on the machine at a time
@@ -10,30 +10,23 @@ business of the function that makes it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import ModelSourceError
+from ..user_cache import alone
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "cb-ray-manifest.json"
 _REREAD_BYTES = 16 * 2**20  # digests of larger files are checked by whoever doubts them, not at every start
-
-
-def default_cache_dir() -> Path:
-    """`cb-ray` in the user's cache: under XDG_CACHE_HOME where that is set, else in ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "cb-ray"
 
 
 def cached_directory(root: Path, key: str, make: Callable[[Path], None]) -> Path:
@@ -47,12 +40,12 @@ def cached_directory(root: Path, key: str, make: Callable[[Path], None]) -> Path
         return entry
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = (root / f"{key}.lock").open("w")
+        (root / f"{key}.lock").touch()
     except OSError as error:
         raise ModelSourceError(
             f"the model cache {root} cannot be written ({error.strerror}); point XDG_CACHE_HOME or cache_dir to a place that can"
         ) from error
-    with lock, _held(lock.fileno()):
+    with alone(root / f"{key}.lock"):
         if not is_whole(entry):  # or else somebody made it while this process waited
             _make(root, key, make)
     return entry
@@ -71,16 +64,6 @@ def _make(root: Path, key: str, make: Callable[[Path], None]) -> None:
         make(staging)
         _seal(staging)
         staging.rename(entry)
-
-
-@contextmanager
-def _held(file: int) -> Generator[None]:
-    """Hold an advisory lock on an open file. The kernel lets go of it when its process dies, however it dies."""
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _seal(directory: Path) -> None:

@@ -24,7 +24,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..errors import CbRayError, ConfigError, ModelSourceError, nearest
-from .model_cache import cached_directory, default_cache_dir, file_sha256
+from ..user_cache import user_cache_dir
+from .model_cache import cached_directory, file_sha256
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def resolve_model(source: str, *, progress: bool = True, cache_dir: Path | None 
     `progress` shows bars on standard error. `cache_dir` is where converted models are kept; None: the user's cache.
     Raises ConfigError (field `model`) when `source` names nothing, ModelSourceError when what it names cannot be had.
     """
-    root = cache_dir or default_cache_dir()
+    root = cache_dir or user_cache_dir()
     if source.startswith("demo:"):
         return _demo(source.removeprefix("demo:"), root, progress)
     path = Path(source).expanduser()
@@ -170,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command: print where the model is, or say on standard error why not. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m cb_ray.engine.model_source", description="Fetch and convert a model.")
     parser.add_argument("source", help=_FORMS)
-    parser.add_argument("--cache-dir", type=Path, help=f"where converted models are kept (default: {default_cache_dir()})")
+    parser.add_argument("--cache-dir", type=Path, help=f"where converted models are kept (default: {user_cache_dir()})")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     given = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cb_ray.engine import model_source
-from cb_ray.engine.model_cache import MANIFEST, cached_directory, default_cache_dir, is_whole
+from cb_ray.engine.model_cache import MANIFEST, cached_directory, is_whole
 from cb_ray.engine.model_source import LocalModel, resolve_model
 from cb_ray.errors import ConfigError, ModelSourceError
 
@@ -135,15 +135,6 @@ def test_a_cache_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelSourceError, match="XDG_CACHE_HOME or cache_dir"):
         cached_directory(tmp_path / "file" / "cache", "key", fill)
-
-
-def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """XDG_CACHE_HOME where it is set, ~/.cache where it is not."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / "cb-ray"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / ".cache" / "cb-ray"
 
 
 RACER = """
