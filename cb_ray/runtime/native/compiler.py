@@ -15,17 +15,17 @@ How it is built, and why so:
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ...user_cache import alone, user_cache_dir
 
 HERE = Path(__file__).parent
 
@@ -61,13 +61,13 @@ def library(torch: Torch) -> Path:
     if shipped.exists():
         return shipped
     compiler = find_compiler()
-    folder = cache_folder() / build_key(torch, compiler)
+    folder = user_cache_dir() / "native" / build_key(torch, compiler)
     built = folder / "cb_ray_native.so"
     if built.exists():
         return built
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / "lock"):
+        with alone(folder / "lock"):
             if not built.exists():
                 compile_into(built, torch, compiler)
     except OSError as error:
@@ -101,12 +101,6 @@ def build_key(torch: Torch, compiler: Path) -> str:
     return f"{source_hash()}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/cb-ray/native`, or the same under `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "cb-ray" / "native"
-
-
 def find_compiler() -> Path:
     """`$CXX`, or the first of c++, g++ and clang++ on the path. Raises BuildError."""
     wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
@@ -114,14 +108,6 @@ def find_compiler() -> Path:
         if found := shutil.which(name):
             return Path(found)
     raise BuildError(f"no C++ compiler (looked for {', '.join(wanted)}); install g++ to have native attention")
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Hold a lock among processes; it falls with the process that holds it."""
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def compile_into(built: Path, torch: Torch, compiler: Path) -> None:
