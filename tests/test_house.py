@@ -244,6 +244,13 @@ def test_every_file_says_what_it_owns() -> None:
     complain(offences + [f"cb_ray/{file} is named after nothing" for file in trees() if Path(file).name in vague])
 
 
+def test_the_map_shows_every_room() -> None:
+    """`cb_ray/README.md` names each file once, and none that is gone."""
+    shown = re.findall(r"^\| `([\w/.]+\.py)` \|", (PACKAGE / "README.md").read_text(), re.MULTILINE)
+    there = [file for file in trees() if Path(file).name != "__init__.py"]
+    assert sorted(shown) == sorted(there)
+
+
 def test_no_globals_change() -> None:
     """State has an owner that can be pointed at: no `global` statement anywhere."""
     complain(
