@@ -165,7 +165,7 @@ def _generation_config(model: Any, given: Any) -> Any:
 
 def _with_settings(config: Any, settings: dict[str, Any]) -> Any:
     """The generation config of one call: a copy with the call's keywords in it. None leaves a setting as it is."""
-    known: list[str] = [name for name in vars(config) if not name.startswith("_")]
+    known = [str(name) for name in config.__dict__ if name[0] != "_"]
     for name in settings:
         if name not in known:
             raise TypeError(f"generate_batch() got an unexpected keyword argument {name!r}; {nearest(name, known)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ..core.request import RequestLimits, derived_seed
 from ..errors import EngineStoppedError, InvalidRequestError
@@ -18,6 +18,13 @@ from ..messages import GenerateRequest, GenerationOutput, RequestStatus, as_toke
 from .mailbox import Cancel, Inbox, Mailbox, Outbox
 from .outputs import OutputRecord
 from .sampling_config import SamplingPolicy
+
+
+class HandedIn(NamedTuple):
+    """What is in line now: [id, its children …] of each prompt, and when."""
+
+    families: list[list[str]]
+    created: float
 
 
 class Intake:
@@ -68,9 +75,8 @@ class Intake:
         *,
         num_return_sequences: int | None = None,
         mailbox: Mailbox | None = None,
-    ) -> list[list[str]]:
-        """Name requests as `wanted` (None: `req_{n}`), add their children, put all in line or none. Returns [id, children …] of
-        each.
+    ) -> HandedIn:
+        """Name requests as `wanted` (None: `req_{n}`), add their children, put all in line or none.
 
         Raises InvalidRequestError (an id that is in use, or no id), QueueFullError or EngineStoppedError.
         """
@@ -81,15 +87,16 @@ class Intake:
                 _check_id(name)
                 self.limits.check(prompt)
                 families.append(self._outbox.reserve(name, children))
-            self._put(prompts, families, mailbox, places=len(prompts))
+            created = self._put(prompts, families, mailbox, places=len(prompts))
         except BaseException:
             self._outbox.forget(name for family in families for name in family)
             raise
-        return families
+        return HandedIn(families, created)
 
     def _put(
         self, prompts: Sequence[GenerateRequest], families: Sequence[Sequence[str]], mailbox: Mailbox | None, places: int | None
-    ) -> None:
+    ) -> float:
+        """Returns when they were handed in, as their outputs will tell."""
         requests = [member for prompt, names in zip(prompts, families, strict=True) for member in _family(prompt, names)]
         created = self._clock()
 
@@ -99,6 +106,7 @@ class Intake:
 
         self._has_forks |= len(requests) > len(prompts)
         self._inbox.add(requests, created, accept, places=places)
+        return created
 
     def _count(self, num_return_sequences: int | None) -> int:
         count = self._policy.num_return_sequences if num_return_sequences is None else num_return_sequences
@@ -145,13 +153,11 @@ class Intake:
                     on_end()
         mailbox = Mailbox()
         try:
-            self._put([prompt for prompt, _ in good], [names for _, names in good], mailbox, places=None)
+            created = self._put([prompt for prompt, _ in good], [names for _, names in good], mailbox, places=None)
         except BaseException:
             self._outbox.forget(name for _, names in good for name in names)
             raise
-        records = {
-            name: OutputRecord(replace(prompt, request_id=name), self._clock()) for prompt, names in good for name in names
-        }
+        records = {name: OutputRecord(replace(prompt, request_id=name), created) for prompt, names in good for name in names}
         _read_all(mailbox, records, ended, on_end)
         return {name: ended[name] for names in families for name in (*names[1:], names[0])}
 

@@ -344,7 +344,7 @@ class ContinuousBatchingManager:
             sampling=sampling,
         )
         try:
-            return self._intake.hand_in([prompt], [request_id], num_return_sequences=num_return_sequences)[0][0]
+            return self._intake.hand_in([prompt], [request_id], num_return_sequences=num_return_sequences).families[0][0]
         except EngineStoppedError:
             self._refuses(input_ids)
             return None
@@ -385,7 +385,8 @@ class ContinuousBatchingManager:
         names = [None] * len(prompts) if request_ids is None else list(request_ids)
         if len(names) != len(prompts):
             raise InvalidRequestError(f"{len(prompts)} prompts need as many request_ids, got {len(names)}", param="request_ids")
-        return [family[0] for family in self._intake.hand_in(prompts, names, num_return_sequences=num_return_sequences)]
+        handed_in = self._intake.hand_in(prompts, names, num_return_sequences=num_return_sequences)
+        return [family[0] for family in handed_in.families]
 
     def submit(self, request: GenerateRequest) -> None:
         """Hand in a request as it is; its outputs go to its handler or to `get_result`.
@@ -480,8 +481,9 @@ class ContinuousBatchingManager:
             sampling=sampling,
         )
         mailbox = Mailbox(self._outbox.bell(asyncio.get_running_loop()))
-        created = self._clock()
-        family = self._intake.hand_in([prompt], [request_id], num_return_sequences=num_return_sequences, mailbox=mailbox)[0]
+        (family,), created = self._intake.hand_in(
+            [prompt], [request_id], num_return_sequences=num_return_sequences, mailbox=mailbox
+        )
         records = {name: OutputRecord(replace(prompt, request_id=name), created) for name in family}
         async for chunk in self._read(mailbox, set(family)):
             yield records[chunk.request_id].add(chunk).output()
