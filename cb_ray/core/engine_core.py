@@ -35,6 +35,7 @@ class EngineCore:
             max_batch_tokens=facts.max_batch_tokens,
             max_requests=facts.max_requests_per_batch,
             margin=facts.safety_margin,
+            max_chunk=layout.max_chunk(facts.max_batch_tokens, limits.max_length),
         )
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         self._chunks: list[TokenChunk] = []
@@ -64,6 +65,8 @@ class EngineCore:
         )
         self._arrivals += 1
         self._totals["prompt"] += request.num_prompt
+        if self.limits.is_long(request.num_prompt):
+            request.become_long()
         if request.max_new <= 0:
             request.started_time = now
             self._end(request, RequestStatus.FINISHED, "length", now)
@@ -156,8 +159,12 @@ class EngineCore:
         reason = self._reason_to_stop(request, token)
         if reason is not None:
             self._remove(request, RequestStatus.FINISHED, reason, now)
-        elif request.source.stream:
+            return
+        if request.source.stream:
             self._chunks.append(request.chunk())
+        if self.limits.long_from and request.num_known == self.limits.long_from + 1:
+            request.become_long()
+            self._scheduler.restart(request)  # what it computed with the short factors is of no use any more
 
     def _reason_to_stop(self, request: Request, token: int) -> FinishReason | None:
         generated = request.num_generated

@@ -177,6 +177,17 @@ class CacheLayout:
             for g, group in enumerate(self.groups)
         )
 
+    def max_chunk(self, most: int, wanted: int) -> int:
+        """The most tokens, up to `most`, that one request may compute in a step without making `wanted` cached tokens impossible.
+
+        A chunk needs room beside the window that it slides over, so in a small cache a long prompt goes in smaller steps.
+        """
+        wanted = min(wanted, self.max_tokens_alone(1))
+        chunk = most
+        while chunk > 1 and self.max_tokens_alone(chunk) < wanted:
+            chunk //= 2
+        return chunk
+
     def max_tokens_alone(self, chunk: int, ceiling: int = 1 << 31) -> int:
         """The longest request, in cached tokens up to `ceiling`, that fits when it has the cache to itself."""
         low, high = 0, ceiling

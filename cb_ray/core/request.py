@@ -28,6 +28,7 @@ class RequestLimits:
     max_length: int  # prompt and output, in tokens: the model's positions
     max_cached_tokens: int  # that one request alone can hold in the cache
     page_size: int = 1
+    long_from: int = 0  # requests of more tokens than this use the model's long-context rotary factors; 0: there are none
 
     def check(self, request: GenerateRequest) -> None:
         """Raises InvalidRequestError when the request can never be served, naming the parameter."""
@@ -60,6 +61,10 @@ class RequestLimits:
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise InvalidRequestError(f"{name} must lie between 0 and {self.vocab_size - 1}, got {token}", param=name)
+
+    def is_long(self, tokens: int) -> bool:
+        """Whether a request of that many tokens is computed with the long-context factors, and so shares no page with short ones."""
+        return 0 < self.long_from < tokens
 
     def max_new_tokens(self, request: GenerateRequest) -> int:
         """How many tokens the request may generate: its wish, cut to the model's context and the cache.
@@ -103,6 +108,7 @@ class Request:
         "parked",
         "prompt_logprobs",
         "prompt_top_logprobs",
+        "salt",
         "sampling",
         "seated",
         "seed",
@@ -141,6 +147,7 @@ class Request:
         self.first_block = [0] * num_groups  # per group: table entries left of it have been given back
         self.named_pages = 0  # leading pages already published
         self.parked: tuple[tuple[int, array[int]], ...] | None = None  # per group: first page and host blocks
+        self.salt = source.cache_salt
         self.digests: list[bytes] = list(source.digests)
         self.weights_version = 0
         self.versions: list[int] = []
@@ -184,12 +191,17 @@ class Request:
     def ended(self) -> bool:
         return self.status >= RequestStatus.FINISHED
 
+    def become_long(self) -> None:
+        """From here on all its tokens are computed another way: its pages have other names than those of short requests."""
+        self.salt = f"{self.source.cache_salt} long"
+        self.digests = []
+
     def page_digest(self, page: int, page_size: int) -> bytes:
         """Digest of full page `page`, whose tokens are known; computed once."""
         digests = self.digests
         while len(digests) <= page:
             start = len(digests) * page_size
-            parent = digests[-1] if digests else root_digest(self.source.cache_salt)
+            parent = digests[-1] if digests else root_digest(self.salt)
             digests.append(next_digest(parent, self.tokens[start : start + page_size]))
         return digests[page]
 

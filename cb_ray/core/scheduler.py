@@ -85,7 +85,15 @@ class Scheduler:
     priority with ageing). `margin` is the share of memory that an admission must leave free while others run."""
 
     def __init__(
-        self, blocks: BlockManager, *, kind: str, page_size: int, max_batch_tokens: int, max_requests: int, margin: float
+        self,
+        blocks: BlockManager,
+        *,
+        kind: str,
+        page_size: int,
+        max_batch_tokens: int,
+        max_requests: int,
+        margin: float,
+        max_chunk: int,
     ) -> None:
         self._blocks = blocks
         self._page = page_size
@@ -93,6 +101,7 @@ class Scheduler:
         self._max_tokens = max_batch_tokens
         self._max_requests = max_requests
         self._margin = margin
+        self._max_chunk = max_chunk  # tokens of one request in one step
         self.weights_version = 0
         self.running: dict[str, Request] = {}
         self.waiting = WaitingLine()
@@ -169,7 +178,7 @@ class Scheduler:
     def _advance(self, request: Request, draft: StepDraft) -> None:
         if request.num_in_flight and request.sampling.reads_history:
             return  # its next token depends on one that is not known yet
-        length = min(request.num_uncomputed, draft.room)
+        length = min(request.num_uncomputed, draft.room, self._max_chunk)
         upto = request.num_computed + length
         if self._blocks.slides or upto > len(request.block_tables[0]) * self._page:
             while not self._blocks.grow(request, upto):
@@ -186,7 +195,7 @@ class Scheduler:
                 return
             self.waiting.remove(request)
             self.running[request.id] = request
-            self._add_row(request, min(request.num_uncomputed, draft.room), draft)
+            self._add_row(request, min(request.num_uncomputed, draft.room, self._max_chunk), draft)
 
     def _seat(self, request: Request, draft: StepDraft) -> bool:
         """Give the request at the head of the line its memory; False: it waits, and so does everyone behind it."""
@@ -194,8 +203,9 @@ class Scheduler:
         if not due or (request.num_in_flight and request.sampling.reads_history):
             return False
         margin = self._margin if self.running else 0.0
+        room = min(draft.room, self._max_chunk)
         if request.parked is not None:
-            copies = self._blocks.unpark(request, request.num_computed + min(due, draft.room), margin)
+            copies = self._blocks.unpark(request, request.num_computed + min(due, room), margin)
             if copies is not None:
                 draft.unparks += copies
                 return True
@@ -210,9 +220,9 @@ class Scheduler:
         request.weights_version = self.weights_version
         matched = self._blocks.lookup(request)
         total = request.num_known + request.num_in_flight
-        if not self._blocks.admit(request, matched, min(total, matched + draft.room), margin):
+        if not self._blocks.admit(request, matched, min(total, matched + room), margin):
             # Shared pages that lie scattered may leave no whole sector to a hybrid model; alone, it starts from nothing.
-            if self.running or not matched or not self._blocks.admit(request, 0, min(total, draft.room), 0.0):
+            if self.running or not matched or not self._blocks.admit(request, 0, min(total, room), 0.0):
                 return False
             matched = 0
         self._note_first_match(request, matched, draft)

@@ -24,7 +24,7 @@ from ..runtime.sampling import Processor
 from ..sizing import ModelFacts, resolve
 from .machine import measure
 from .parts import EngineParts
-from .ways import Way, find_way
+from .ways import Way, find_way, long_from
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +60,13 @@ def build(
     if way.pages:
         cache = KVCache(layout, dtype=model.dtype, device=model.device, num_host_sectors=host_sectors)
     runner = ModelRunner(way.make(cache), model.device, processors)
+    longest = max_length(model)
     limits = RequestLimits(
         vocab_size=_input_vocabulary(model, way),
-        max_length=max_length(model),
-        max_cached_tokens=layout.max_tokens_alone(facts.max_batch_tokens),
+        max_length=longest,
+        max_cached_tokens=layout.max_tokens_alone(layout.max_chunk(facts.max_batch_tokens, longest)),
         page_size=facts.page_size,
+        long_from=long_from(model),
     )
     core = EngineCore(facts=facts, layout=layout, limits=limits, num_host_sectors=host_sectors)
     return EngineParts(core=core, runner=runner, facts=facts, limits=limits)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -49,6 +50,9 @@ def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None)
     seen: Survey | None = None
     try:
         seen = survey(model)
+        kinds = _unusual_layers(model)
+        if kinds and not seen.reason:
+            seen = replace(seen, reason=f"{kinds[0]} keeps more than keys and values")
         reasons += [f"packed: {seen.reason}"] if seen.reason else []
     except Exception as error:
         reasons.append(f"packed: the model's layers could not be watched ({type(error).__name__}: {error})")
@@ -84,7 +88,7 @@ def _packed(model: PreTrainedModel, seen: Survey, backend: Backend) -> Way:
 
     def make(cache: KVCache | None) -> Forward:
         assert cache is not None
-        return PackedForward(model, cache, PagedAttention(cache, backend, layer_of))
+        return PackedForward(model, cache, PagedAttention(cache, backend, layer_of), long_from(model))
 
     layers = tuple(site.spec for site in seen.sites)
     return Way(f"packed ({backend.name})", True, layers, seen.vocab_size, True, make)
@@ -118,8 +122,17 @@ def _try(model: PreTrainedModel, way: Way, page_size: int) -> float:
         forward.close()
 
 
+def long_from(model: PreTrainedModel) -> int:
+    """The length beyond which the model uses other rotary factors (longrope); 0 when it does not."""
+    text: Any = model.config.get_text_config(decoder=True)  # pyright: ignore[reportUnknownMemberType]
+    rope: Any = getattr(text, "rope_parameters", None) or {}
+    kinds = rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
+    borders = [kind.get("original_max_position_embeddings", 0) for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min((int(border) for border in borders if border), default=0)
+
+
 def _unusual_layers(model: PreTrainedModel) -> list[str]:
     """The layer types that the config names, apart from plain attention: usually the cause."""
     kinds: list[str] = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []  # pyright: ignore
     odd = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    return [f"layer type {', '.join(odd)}"] if odd else []
+    return [f"the layer type {', '.join(odd)}"] if odd else []

@@ -7,11 +7,14 @@ transformers' attention interface and whose other layers look at one token at a 
 from __future__ import annotations
 
 import inspect
+from array import array
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from ..core.layout import TRASH
 from ..core.plan import BatchPlan
 from .attention import PagedAttention
 from .attention_switch import AttentionSwitch
@@ -22,10 +25,12 @@ from .kv_cache import KVCache
 class PackedForward:
     """Runs plans as `model(input_ids [1, Q], position_ids [1, Q])` without a cache object."""
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, attention: PagedAttention) -> None:
+    def __init__(self, model: PreTrainedModel, cache: KVCache, attention: PagedAttention, long_from: int = 0) -> None:
+        """`long_from`: requests of more tokens use the model's long-context rotary factors; 0: there are none."""
         self._model = model
         self._cache = cache
         self._attention = attention
+        self._long_from = long_from
         self._switch = AttentionSwitch(model, attention.name)
         self._device = cache.flat.device
         parameters = inspect.signature(model.forward).parameters
@@ -50,7 +55,45 @@ class PackedForward:
         `sampled` holds the tokens of the step before on the device, for rows whose last token is carried over.
         """
         self._cache.move(plan)
+        if not self._long_from:
+            return self._run(plan, sampled, every_token, phantom=False)
+        return self._run_by_length(plan, sampled, every_token)
+
+    def _run_by_length(self, plan: BatchPlan, sampled: torch.Tensor | None, every_token: bool) -> torch.Tensor:
+        """Rows of long and of short requests in two passes: the rotary factors follow the highest position of a pass.
+
+        A long request's first chunk has low positions only, so a phantom token at a high one goes with it.
+        """
+        halves: list[list[int]] = [[], []]
+        for index, row in enumerate(plan.rows):
+            halves[max(row.num_prompt, row.start + row.length) > self._long_from].append(index)
+        if not halves[1]:
+            return self._run(plan, sampled, every_token, phantom=False)
+        found: dict[int, torch.Tensor] = {}
+        for phantom, indices in enumerate(halves):
+            if not indices:
+                continue
+            part = replace(plan, rows=tuple(plan.rows[i] for i in indices), copies=(), parks=(), unparks=())
+            logits = self._run(part, sampled, every_token, phantom=bool(phantom))
+            counts = [row.length if every_token else int(row.samples) for row in part.rows]
+            found.update(zip(indices, logits.split(counts), strict=True))
+        return torch.cat([found[index] for index in range(len(plan.rows))])
+
+    def _run(self, plan: BatchPlan, sampled: torch.Tensor | None, every_token: bool, *, phantom: bool) -> torch.Tensor:
+        if phantom:
+            table = array("i", [TRASH])
+            first = plan.rows[0]
+            row = first._replace(
+                start=0, token_ids=array("i", [0]), tables=(table,) * len(first.tables), samples=False, carry_from=-1
+            )
+            plan = replace(plan, rows=(*plan.rows, row))
         inputs = self._inputs(plan, sampled)
+        if phantom:
+            inputs.positions[-1] = self._long_from
+        logits = self._pass(inputs, every_token)
+        return logits[:-1] if phantom and every_token else logits
+
+    def _pass(self, inputs: StepInputs, every_token: bool) -> torch.Tensor:
         wanted = inputs.last.long()
         keywords: dict[str, Any] = {"position_ids": inputs.positions[None]} if self._takes_positions else {}
         if self._keeps_rows and not every_token:

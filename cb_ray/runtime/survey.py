@@ -84,7 +84,10 @@ class _Watcher:
         return mask
 
     def mask_function_of(self, call: _Call) -> Callable[..., torch.Tensor] | None:
-        return next((function for mask, function in self.masks if mask is call.mask), None)
+        """The function behind the mask that the layer was given, sliced or whole; None when it is no mask that was built here."""
+        if not isinstance(call.mask, torch.Tensor):
+            return None
+        return next((function for mask, function in self.masks if mask.data_ptr() == call.mask.data_ptr()), None)
 
 
 def survey(model: PreTrainedModel) -> Survey:
@@ -149,7 +152,7 @@ def _window(watcher: _Watcher, call: _Call) -> tuple[int | None, str]:
     function = watcher.mask_function_of(call)
     said = call.extras.get("sliding_window") or None
     if function is None:
-        return said, ""
+        return said, "" if call.mask is None else "a layer changes its mask by what its tokens are"
     first, later = _first_visible(function, _FAR), _first_visible(function, _FAR + 3)
     if first == 0 and later == 0:
         return None, ""

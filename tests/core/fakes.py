@@ -150,8 +150,9 @@ class Harness:
         self.layout = CacheLayout.sized(layers_of(*windows, heads=heads), page_size=page, itemsize=4, num_blocks=blocks)
         facts.setdefault("max_requests_per_batch", min(64, budget))
         self.facts = facts_for(page_size=page, max_batch_tokens=budget, **facts)
+        chunk = self.layout.max_chunk(budget, 10_000)
         self.limits = RequestLimits(
-            vocab_size=VOCAB, max_length=10_000, max_cached_tokens=self.layout.max_tokens_alone(budget, 10_000), page_size=page
+            vocab_size=VOCAB, max_length=10_000, max_cached_tokens=self.layout.max_tokens_alone(chunk, 10_000), page_size=page
         )
         self.core = EngineCore(facts=self.facts, layout=self.layout, limits=self.limits, num_host_sectors=host_sectors)
         self.runner = FakeRunner(self.layout, depth)

@@ -100,6 +100,7 @@ def test_coming_and_going(data, windows, depth, host, blocks) -> None:
             while harness.tickets:  # weights change with the stream idle
                 ticket = harness.tickets.popleft()
                 harness.core.commit(ticket.plan, ticket.result, harness.now)
+            harness.collect_chunks()
             harness.core.set_weights_version(index + 1, recompute=data.draw(st.booleans()))
         elif move == "drop":
             harness.core.drop_cache()
