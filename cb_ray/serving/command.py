@@ -24,13 +24,15 @@ from .args import AppArgs, parse_args
 BUILDER = "cb_ray.serving.app:build"
 NAME = "cb-ray"
 # Ray Serve's settings for many small messages: HAProxy in front, replicas that talk directly, and a router with a loop of its
-# own so that plain Python callers keep working. A stream may live half an hour behind a proxy that reloads. Ray reads them
-# when it starts; what the user has set stays.
+# own so that plain Python callers keep working. A stream may live half an hour behind a proxy that reloads, and a replica that
+# stops lingers for two seconds, not thirty: the proxy is told at once, and no other balancer is there to be waited for. Ray
+# reads them when it starts; what the user has set stays.
 DATA_PLANE = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "1800",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
 }
 
 
@@ -126,8 +128,9 @@ def _serve(settings: Mapping[str, Any], *, host: str, port: int) -> int:
 
     serve.start(http_options={"host": host, "port": port})
     try:
-        serve.run(build(settings), name=NAME, route_prefix="/")
+        serve.run(build(dict(settings)), name=NAME, route_prefix="/")
         print(f"{parse_args(settings).model_name} is served at http://{host}:{port}/v1; Ctrl-C ends it", flush=True)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does; Ray's own handler would dump a stack
         signal.pause()
     except KeyboardInterrupt:
         print("stopping", file=sys.stderr)
