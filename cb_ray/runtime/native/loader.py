@@ -115,17 +115,17 @@ def _functions(path: Path) -> ctypes.CDLL:
 
 def _register_fakes() -> None:
     @torch.library.register_fake("cb_ray::paged_attention")
-    def _(query, key_cache, value_cache, block_table, cu_q, starts, scale, window, softcap, sinks):  # noqa: ANN001, ANN202
+    def _(query, key_cache, value_cache, block_table, cu_q, starts, scale, window, softcap, sinks):
         return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
 
     @torch.library.register_fake("cb_ray::write_kv")
-    def _(key, value, key_cache, value_cache, slots):  # noqa: ANN001, ANN202
+    def _(key, value, key_cache, value_cache, slots):
         return None
 
     @torch.library.register_fake("cb_ray::write_and_attend")
-    def _(query, key, value, key_cache, value_cache, slots, block_table, cu_q, starts, scale, window, softcap, sinks):  # noqa: ANN001, ANN202
+    def _(query, key, value, key_cache, value_cache, slots, block_table, cu_q, starts, scale, window, softcap, sinks):
         return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
 
     @torch.library.register_fake("cb_ray::argmax")
-    def _(logits):  # noqa: ANN001, ANN202
+    def _(logits):
         return logits.new_empty(logits.shape[0], dtype=torch.int64)

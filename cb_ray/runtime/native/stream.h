@@ -36,16 +36,35 @@ struct Partial {
 };
 static inline Partial partial_at(float* at, int64_t rows) { return {at, at + padded(rows), at + 2 * padded(rows)}; }
 
+// What to ask of memory meanwhile: one head's part of some rows that are wanted soon. Pages are scattered, so the machine's own
+// prefetcher loses the thread at the end of each; asking a few lines at a time keeps the queue of misses full, not overfull.
+template <class T>
+struct Ahead {
+  const T* const* rows;  // as many as are computed on meanwhile, or null
+  int64_t offset;
+  int width;
+
+  // Always inline: GCC takes a function that only prefetches for one without effect, and drops the calls.
+  __attribute__((always_inline)) inline void fetch(int row) const {
+    const char* at = (const char*)(rows[row] + offset);
+    for (int i = 0; i < width * int(sizeof(T)); i += 64) __builtin_prefetch(at + i, 0, 3);
+  }
+};
+
+constexpr int kAhead = 16;  // keys; values are summed by as many at a time
+
 // Scores of W keys for R rows.
-template <class D, int R>
+template <class D, int R, class T>
 static inline void score_rows(const typename D::Query* query, int64_t query_row, const typename D::Key* const* keys,
-                              int64_t offset, int width, float* scores) {
+                              int64_t offset, int width, float* scores, Ahead<T> ahead) {
   F fours[R][W / 4];
 #pragma GCC unroll 4
   for (int g = 0; g < W / 4; g++) {
     F acc[R][4];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = acc[r][2] = acc[r][3] = zero();
+    if (ahead.rows)
+      for (int k = 0; k < 4; k++) ahead.fetch(4 * g + k);
     const typename D::Key *k0 = keys[4 * g] + offset, *k1 = keys[4 * g + 1] + offset;
     const typename D::Key *k2 = keys[4 * g + 2] + offset, *k3 = keys[4 * g + 3] + offset;
     for (int d = 0; d < width; d += D::step) {
@@ -67,35 +86,38 @@ static inline void score_rows(const typename D::Query* query, int64_t query_row,
   for (int r = 0; r < R; r++) store(scores + r * kStreamChunk, join_sums(fours[r]));
 }
 
-template <class D>
+template <class D, class T>
 static inline void score(int rows, const typename D::Query* query, int64_t query_row, const typename D::Key* const* keys,
-                         int64_t offset, int width, float* scores) {
+                         int64_t offset, int width, float* scores, Ahead<T> ahead) {
   constexpr int most_rows = W == 16 ? 3 : 2;  // what the registers hold
   for (int r = 0; r < rows;) {
     const typename D::Query* q = query + r * query_row;
     float* s = scores + r * kStreamChunk;
     if (most_rows == 3 && rows - r != 4 && rows - r >= 3) {
-      score_rows<D, 3>(q, query_row, keys, offset, width, s);
+      score_rows<D, 3>(q, query_row, keys, offset, width, s, ahead);
       r += 3;
     } else if (rows - r >= 2) {
-      score_rows<D, 2>(q, query_row, keys, offset, width, s);
+      score_rows<D, 2>(q, query_row, keys, offset, width, s, ahead);
       r += 2;
     } else {
-      score_rows<D, 1>(q, query_row, keys, offset, width, s);
+      score_rows<D, 1>(q, query_row, keys, offset, width, s, ahead);
       r += 1;
     }
+    ahead.rows = nullptr;  // asked for once
   }
 }
 
 // sum[r] += sum over n keys of weight[r][key] * value[key], for R rows and C vectors of value elements.
-template <class T, int R, int C>
-static inline void gather_values(const float* weights, const T* const* values, int64_t offset, int n, float* sum, int64_t sum_row) {
+template <class T, int R, int C, class T2>
+static inline void gather_values(const float* weights, const T* const* values, int64_t offset, int n, float* sum, int64_t sum_row,
+                                 Ahead<T2> ahead) {
   F acc[R][C];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) acc[r][c] = load(sum + r * sum_row + c * W);
   for (int i = 0; i < n; i++) {
+    if (ahead.rows) ahead.fetch(i);
     const T* value = values[i] + offset;
     F v[C];
 #pragma GCC unroll 4
@@ -113,25 +135,28 @@ static inline void gather_values(const float* weights, const T* const* values, i
     for (int c = 0; c < C; c++) store(sum + r * sum_row + c * W, acc[r][c]);
 }
 
-template <class T, int R>
+template <class T, int R, class T2>
 static inline void sum_values(const float* weights, const T* const* values, int64_t offset, int n, int width, float* sum,
-                              int64_t sum_row) {
+                              int64_t sum_row, Ahead<T2> ahead) {
   constexpr int wide = W == 16 ? 4 : 2;
   int d = 0;
-  for (; d + wide * W <= width; d += wide * W) gather_values<T, R, wide>(weights, values, offset + d, n, sum + d, sum_row);
-  for (; d < width; d += W) gather_values<T, R, 1>(weights, values, offset + d, n, sum + d, sum_row);
+  for (; d + wide * W <= width; d += wide * W, ahead.rows = nullptr)
+    gather_values<T, R, wide>(weights, values, offset + d, n, sum + d, sum_row, ahead);
+  for (; d < width; d += W, ahead.rows = nullptr)
+    gather_values<T, R, 1>(weights, values, offset + d, n, sum + d, sum_row, ahead);
 }
 
-template <class T>
+template <class T, class T2>
 static inline void sum_values(int rows, const float* weights, const T* const* values, int64_t offset, int n, int width,
-                              float* sum, int64_t sum_row) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4) sum_values<T, 4>(weights + r * kStreamChunk, values, offset, n, width, sum + r * sum_row, sum_row);
-  weights += r * kStreamChunk;
-  sum += r * sum_row;
-  if (rows - r == 3) sum_values<T, 3>(weights, values, offset, n, width, sum, sum_row);
-  if (rows - r == 2) sum_values<T, 2>(weights, values, offset, n, width, sum, sum_row);
-  if (rows - r == 1) sum_values<T, 1>(weights, values, offset, n, width, sum, sum_row);
+                              float* sum, int64_t sum_row, Ahead<T2> ahead) {
+  for (int r = 0; r < rows; r += 4, ahead.rows = nullptr) {
+    const float* w = weights + r * kStreamChunk;
+    float* s = sum + r * sum_row;
+    if (rows - r >= 4) sum_values<T, 4>(w, values, offset, n, width, s, sum_row, ahead);
+    if (rows - r == 3) sum_values<T, 3>(w, values, offset, n, width, s, sum_row, ahead);
+    if (rows - r == 2) sum_values<T, 2>(w, values, offset, n, width, s, sum_row, ahead);
+    if (rows - r == 1) sum_values<T, 1>(w, values, offset, n, width, s, sum_row, ahead);
+  }
 }
 
 // Raw scores of one row become weights e^(x - m); keys outside [first, end) get 0.
@@ -199,71 +224,91 @@ static void write_stream(const Attention& a, const Job& j, Partial p) {
       }
 }
 
-template <class T, class D>
-static void stream_chunk(const Attention& a, const Job& j, int begin, int end, const typename D::Query* query, int64_t query_row,
-                         Partial p, Scratch scratch) {
-  const int n = end - begin, per_head = j.queries * a.group;
-  const int64_t width = padded(a.dv);
-  Rows<T> rows = {scratch.take<const T*>(kStreamChunk), scratch.take<const T*>(kStreamChunk)};
-  float* scores = scratch.take<float>(int64_t(per_head) * j.heads * kStreamChunk);
-  find_rows(a, j, begin, end, W, rows);
+// The rows of one chunk, and the first keys of the chunk after it (or null).
+template <class T>
+struct Chunk {
+  int begin, n;
+  Rows<T> rows;
+  const T* const* next_keys;
+};
 
+template <class T, class D>
+static void score_chunk(const Attention& a, const Job& j, const Chunk<T>& chunk, const typename D::Query* query, int64_t query_row,
+                        float* scores, Scratch scratch) {
+  const int per_head = j.queries * a.group;
   constexpr bool widened = sizeof(typename D::Query) == 4;
   const bool direct = a.dk % D::step == 0 && (!widened || sizeof(T) == 4 || per_head == 1);
   typename D::Query* copy = scratch.take<typename D::Query>(W * query_row);
   const typename D::Query* copies[W];
   for (int i = 0; i < W; i++) copies[i] = copy + i * query_row;
   if (!direct && !widened) __builtin_memset((void*)copy, 0, W * query_row * sizeof(typename D::Query));
-  for (int i = 0; i < n; i += W)
+  for (int i = 0; i < chunk.n; i += W)
     for (int h = 0; h < j.heads; h++) {
       const typename D::Query* q = query + h * per_head * query_row;
       float* s = scores + h * per_head * kStreamChunk + i;
       const int64_t offset = int64_t(j.head + h) * a.dk;
+      const bool keys_left = i + kAhead < chunk.n;
+      const T* const* soon = keys_left ? chunk.rows.keys + i + kAhead : chunk.rows.values + i + kAhead - up_to_multiple(chunk.n, W);
+      const Ahead<T> ahead = {soon, keys_left ? offset : int64_t(j.head + h) * a.dv, keys_left ? a.dk : a.dv};
       if (direct) {
-        score<D>(per_head, q, query_row, rows.keys + i, offset, a.dk, s);
+        score<D>(per_head, q, query_row, chunk.rows.keys + i, offset, a.dk, s, ahead);
         continue;
       }
       for (int k = 0; k < W; k++) {
-        if constexpr (widened) widen_row(rows.keys[i + k] + offset, a.dk, int(query_row), copy + k * query_row);
-        else __builtin_memcpy(copy + k * query_row, rows.keys[i + k] + offset, a.dk * sizeof(T));
+        if constexpr (widened) widen_row(chunk.rows.keys[i + k] + offset, a.dk, int(query_row), copy + k * query_row);
+        else __builtin_memcpy(copy + k * query_row, chunk.rows.keys[i + k] + offset, a.dk * sizeof(T));
       }
-      if constexpr (widened) score<WidenedDots<float>>(per_head, q, query_row, copies, 0, int(query_row), s);
-      else score<D>(per_head, q, query_row, copies, 0, int(query_row), s);
+      if constexpr (widened) score<WidenedDots<float>>(per_head, q, query_row, copies, 0, int(query_row), s, ahead);
+      else score<D>(per_head, q, query_row, copies, 0, int(query_row), s, ahead);
     }
+}
 
+template <class T>
+static void sum_chunk(const Attention& a, const Job& j, const Chunk<T>& chunk, const float* scores, float* sum, Scratch scratch) {
+  const int per_head = j.queries * a.group;
+  const int64_t width = padded(a.dv);
+  for (int64_t d = 0; d < per_head * j.heads * width; d += W) store(sum + d, zero());
+  float* wide = scratch.take<float>(kAhead * width);
+  const float* wides[kAhead];
+  for (int i = 0; i < kAhead; i++) wides[i] = wide + i * width;
+  for (int i = 0; i < chunk.n; i += kAhead)
+    for (int h = 0; h < j.heads; h++) {
+      const int count = least(kAhead, chunk.n - i);
+      const float* weights = scores + h * per_head * kStreamChunk + i;
+      const int64_t offset = int64_t(j.head + h) * a.dv;
+      const bool values_left = i + kAhead < chunk.n;
+      const T* const* soon = values_left ? chunk.rows.values + i + kAhead : chunk.next_keys;
+      const Ahead<T> ahead = {soon, values_left ? offset : int64_t(j.head + h) * a.dk, values_left ? a.dv : a.dk};
+      float* to = sum + h * per_head * width;
+      if (a.dv % W == 0) {
+        sum_values(per_head, weights, chunk.rows.values + i, offset, count, a.dv, to, width, ahead);
+        continue;
+      }
+      for (int k = 0; k < count; k++) widen_row(chunk.rows.values[i + k] + offset, a.dv, int(width), wide + k * width);
+      sum_values(per_head, weights, wides, 0, count, int(width), to, width, ahead);
+    }
+}
+
+template <class T, class D>
+static void stream_chunk(const Attention& a, const Job& j, const Chunk<T>& chunk, const typename D::Query* query, int64_t query_row,
+                         Partial p, Scratch scratch) {
+  float* scores = scratch.take<float>(int64_t(j.queries) * a.group * j.heads * kStreamChunk);
+  score_chunk<T, D>(a, j, chunk, query, query_row, scores, scratch);
   for (int h = 0, r = 0; h < j.heads; h++)
     for (int q = 0; q < j.queries; q++) {
       const int position = j.position + q, first = a.window ? position - a.window + 1 : 0;
       for (int g = 0; g < a.group; g++, r++)
-        soften(a, scores + r * kStreamChunk, n, most(first - begin, 0), least(position + 1 - begin, n), p.m + r, p.l + r);
+        soften(a, scores + r * kStreamChunk, chunk.n, most(first - chunk.begin, 0), least(position + 1 - chunk.begin, chunk.n),
+               p.m + r, p.l + r);
     }
-
-  for (int64_t d = 0; d < per_head * j.heads * width; d += W) store(p.sum + d, zero());
-  constexpr int together = 32;  // keys: enough to hide loading and storing the sums, few enough to read in order
-  const bool whole = a.dv % W == 0;
-  float* wide = scratch.take<float>(together * width);
-  const float* wides[together];
-  for (int i = 0; i < together; i++) wides[i] = wide + i * width;
-  for (int i = 0; i < n; i += together)
-    for (int h = 0; h < j.heads; h++) {
-      const int count = least(together, n - i);
-      const float* weights = scores + h * per_head * kStreamChunk + i;
-      float* sum = p.sum + h * per_head * width;
-      const int64_t offset = int64_t(j.head + h) * a.dv;
-      if (whole) {
-        sum_values(per_head, weights, rows.values + i, offset, count, a.dv, sum, width);
-        continue;
-      }
-      for (int k = 0; k < count; k++) widen_row(rows.values[i + k] + offset, a.dv, int(width), wide + k * width);
-      sum_values(per_head, weights, wides, 0, count, int(width), sum, width);
-    }
+  sum_chunk(a, j, chunk, scores, p.sum, scratch);
 }
 
 static inline int stream_query_row(const Attention& a) { return up_to_multiple(a.dk, 32); }
 
 static size_t stream_scratch(const Attention& a) {
   const size_t rows = size_t(kStreamRows) * a.kv_heads, width = padded(a.dv), query_row = stream_query_row(a);
-  return rows * query_row * 4 + 2 * rows * (width + 2) * 4 + 128 * 4 + 2 * kStreamChunk * 8 + rows * kStreamChunk * 4 +
+  return rows * query_row * 4 + 2 * rows * (width + 2) * 4 + 128 * 4 + 4 * kStreamChunk * 8 + rows * kStreamChunk * 4 +
          W * query_row * 4 + 32 * width * 4 + 16 * 64;
 }
 
@@ -288,12 +333,21 @@ static void run_stream(const Attention& a, const Job& j, int first_chunk, int en
   const Partial whole = partial_at(partials ? partials : scratch.take<float>(floats), rows);
   const Partial next = partial_at(partials ? partials : scratch.take<float>(floats), rows);
   const int64_t base = int64_t(j.first_key / j.chunk_size) * j.chunk_size;
+  const auto begin_of = [&](int c) { return most(int(base + int64_t(c) * j.chunk_size), j.first_key); };
+  const auto end_of = [&](int c) { return least(int(base + int64_t(c + 1) * j.chunk_size), j.end_key); };
+  Rows<T> now = {scratch.take<const T*>(kStreamChunk), scratch.take<const T*>(kStreamChunk)};
+  Rows<T> then = {scratch.take<const T*>(kStreamChunk), scratch.take<const T*>(kStreamChunk)};
+  find_rows(a, j, begin_of(first_chunk), end_of(first_chunk), kAhead, now);
   for (int c = first_chunk; c < end_chunk; c++) {
-    const int begin = most(int(base + int64_t(c) * j.chunk_size), j.first_key);
-    const int end = least(int(base + int64_t(c + 1) * j.chunk_size), j.end_key);
+    const bool more = c + 1 < end_chunk;
+    if (more) find_rows(a, j, begin_of(c + 1), end_of(c + 1), kAhead, then);
     const Partial here = partials ? partial_at(partials + c * floats, rows) : c == 0 ? whole : next;
-    stream_chunk<T, D>(a, j, begin, end, query, query_row, here, scratch);
+    const Chunk<T> chunk = {begin_of(c), end_of(c) - begin_of(c), now, more ? then.keys : nullptr};
+    stream_chunk<T, D>(a, j, chunk, query, query_row, here, scratch);
     if (!partials && c > 0) fold_stream(a, rows, whole, next);
+    const Rows<T> swapped = now;
+    now = then;
+    then = swapped;
   }
   if (!partials) write_stream(a, j, whole);
 }
