@@ -20,6 +20,7 @@ from ..runtime.attention import Backend, PagedAttention
 from ..runtime.backends import EagerBackend, SdpaBackend
 from ..runtime.kv_cache import KVCache
 from ..runtime.model_runner import Forward
+from ..runtime.native_backend import NativeBackend
 from ..runtime.own_cache_forward import Manner, OwnCacheForward
 from ..runtime.packed_forward import PackedForward
 from ..runtime.survey import Survey, survey
@@ -100,7 +101,7 @@ def _own(model: PreTrainedModel, manner: Manner) -> Callable[[KVCache | None], F
 
 def choose_backend(seen: Survey, device: torch.device, wanted: str | None = None) -> Backend:
     """The first backend that can serve every layer, or the one of that name. Raises UnsupportedModelError saying why not."""
-    candidates: list[Backend] = [SdpaBackend(), EagerBackend()]
+    candidates: list[Backend] = [NativeBackend(), SdpaBackend(), EagerBackend()]
     if wanted is not None:
         candidates = [backend for backend in candidates if backend.name == wanted]
     reasons: list[str] = []

@@ -59,12 +59,19 @@ class Backend(Protocol):
         """Why this backend cannot serve a layer that the survey describes; None when it can."""
         ...
 
-    def write(self, pages: LayerPages, key: torch.Tensor, value: torch.Tensor, batch: GroupBatch) -> None:
-        """Store key [Q, kv_heads, k_dim] and value [Q, kv_heads, v_dim] in the step's slots."""
-        ...
+    def write_and_attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: LayerPages,
+        batch: GroupBatch,
+        extras: Extras,
+    ) -> torch.Tensor:
+        """Store key [Q, kv_heads, k_dim] and value [Q, kv_heads, v_dim] in the step's slots, all of them; then attend.
 
-    def attend(self, query: torch.Tensor, pages: LayerPages, batch: GroupBatch, extras: Extras) -> torch.Tensor:
-        """query [Q, heads, k_dim] → [Q, heads, v_dim]: each query sees the positions up to its own, inside the layer's window."""
+        query [Q, heads, k_dim] → [Q, heads, v_dim]: each query sees the positions up to its own, inside the layer's window.
+        """
         ...
 
 
@@ -128,6 +135,6 @@ class PagedAttention:
             raise RuntimeError("the model runs outside a step of its engine; use `with manager.pause():` to call it yourself")
         pages = self._cache.layers[self._layer_of[id(module)]]
         batch = self._groups[pages.group]
-        self.backend.write(pages, key[0].transpose(0, 1), value[0].transpose(0, 1), batch)
         extras = Extras(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-        return self.backend.attend(query[0].transpose(0, 1), pages, batch, extras)[None], None
+        query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+        return self.backend.write_and_attend(query, key, value, pages, batch, extras)[None], None

@@ -41,8 +41,20 @@ def gather(pages: LayerPages, table: torch.Tensor, first: int, end: int) -> tupl
 class _RowByRow:
     """Writing, and walking the rows of a step; the attention itself is the subclass's."""
 
-    def write(self, pages: LayerPages, key: torch.Tensor, value: torch.Tensor, batch: GroupBatch) -> None:
+    def write_and_attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: LayerPages,
+        batch: GroupBatch,
+        extras: Extras,
+    ) -> torch.Tensor:
         pages.write(key, value, batch.blocks, batch.offsets)
+        return self.attend(query, pages, batch, extras)
+
+    def attend(self, query: torch.Tensor, pages: LayerPages, batch: GroupBatch, extras: Extras) -> torch.Tensor:
+        raise NotImplementedError
 
     def _rows(self, batch: GroupBatch, window: int | None) -> Iterator[tuple[int, slice, int, int, int]]:
         """(row, its packed queries, start position, end position, first visible position)."""

@@ -37,6 +37,7 @@ class AttentionSite:
     window: int | None
     softcap: float | None
     has_sinks: bool
+    dtype: torch.dtype  # of queries and keys
     odd: tuple[str, ...]  # keywords with a value that change the result and that no backend here honours
 
     @property
@@ -60,6 +61,7 @@ class _Call:
     query: tuple[int, ...]
     key: tuple[int, ...]
     value: tuple[int, ...]
+    dtype: torch.dtype
     mask: torch.Tensor | None
     extras: dict[str, Any]
 
@@ -74,7 +76,9 @@ class _Watcher:
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **extras: Any
     ) -> tuple[torch.Tensor, None]:
-        self.calls.append(_Call(module, tuple(query.shape), tuple(key.shape), tuple(value.shape), attention_mask, extras))
+        self.calls.append(
+            _Call(module, tuple(query.shape), tuple(key.shape), tuple(value.shape), query.dtype, attention_mask, extras)
+        )
         heads = query.shape[1] // value.shape[1]
         return value.repeat_interleave(heads, dim=1).transpose(1, 2).contiguous(), None
 
@@ -137,6 +141,7 @@ def _describe(watcher: _Watcher, vocab_size: int) -> Survey:
                 window=window,
                 softcap=extras.get("softcap"),
                 has_sinks=extras.get("s_aux") is not None,
+                dtype=call.dtype,
                 odd=odd,
             )
         )
