@@ -93,6 +93,11 @@ class Replica:
     has_index: bool = False
 
     @property
+    def is_heard(self) -> bool:
+        """Whether its engine reports here at all; if not (an older version, mid-rollout) only callers end its leases."""
+        return self.beat_number >= 0
+
+    @property
     def taken(self) -> int:
         """Slots in use."""
         return len(self.leases) + len(self.strays)

@@ -47,6 +47,7 @@ class Granted:
     ticket: str
     replica: str
     decision: RoutingDecision
+    holder: str = ""
     waited_s: float = 0.0
 
 
@@ -73,6 +74,7 @@ class Expired:
     """`ticket` left the line without a grant: no replica came up in time, or its holder has gone."""
 
     ticket: str
+    holder: str
     waited_s: float
     reason: Literal["no_replica", "holder_gone"]
 
@@ -366,7 +368,7 @@ class Pool:
         self._seconds_per_request += (seconds - self._seconds_per_request) * (0.05 if self._seconds_per_request else 1.0)
         self.counters["granted"] += 1
         self._expect_tick(now + self.limits.lease_timeout_s)
-        return Granted(ticket=ask.ticket, replica=name, decision=decision, waited_s=now - waiting.since)
+        return Granted(ticket=ask.ticket, replica=name, decision=decision, holder=ask.holder, waited_s=now - waiting.since)
 
     def _pump(self, now: float) -> tuple[Granted, ...]:
         """Grant from the head of the line for as long as there is room for the head."""
@@ -412,10 +414,12 @@ class Pool:
 
     def _reap(self, now: float, ticket: str, replica: Replica, silent: set[str]) -> None:
         lease = replica.leases[ticket]
-        if not lease.confirmed and lease.granted_at + self.limits.lease_timeout_s <= now:
+        gone = lease.ask.holder in silent
+        late = lease.granted_at + self.limits.lease_timeout_s <= now and replica.is_heard
+        if not lease.confirmed and (late or gone):
             self.counters["reaped"] += 1
             self._drop_lease(ticket)
-        elif lease.confirmed and lease.ask.holder in silent and lease.ask.request_id not in replica.abandoned:
+        elif gone and lease.ask.request_id not in replica.abandoned:
             self.counters["abandoned"] += 1
             replica.abandoned.add(lease.ask.request_id)
 
@@ -427,7 +431,9 @@ class Pool:
                 self._line.remove(waiting.ask.ticket)
                 self.counters["expired"] += 1
                 reason = "no_replica" if cold else "holder_gone"
-                yield Expired(ticket=waiting.ask.ticket, waited_s=now - waiting.since, reason=reason)
+                yield Expired(
+                    ticket=waiting.ask.ticket, holder=waiting.ask.holder, waited_s=now - waiting.since, reason=reason
+                )
 
     def _drop_lease(self, ticket: str) -> None:
         self._replicas[self._lease_at.pop(ticket)].drop(ticket)
@@ -452,7 +458,8 @@ class Pool:
         times = [at + timeout for holder, at in self._holders.items() if holder]
         times += [place.since + timeout for place in self._places.values()]
         for replica in self._replicas.values():
-            times += [lease.granted_at + timeout for lease in replica.leases.values() if not lease.confirmed]
+            if replica.is_heard:
+                times += [lease.granted_at + timeout for lease in replica.leases.values() if not lease.confirmed]
             times += [since + timeout for name, since in replica.strays.items() if name not in replica.abandoned]
             times += [replica.blocked_until] if replica.blocked_until > now else []
         if not self._replicas:

@@ -1,7 +1,152 @@
-"""`build(args)`: the Serve application `cb-ray` from the values in `deployments/app.yaml`."""
+"""`build(args)`: the Serve application `cb-ray` from the values in `deployments/app.yaml`.
+
+Owns the translation of settings into Serve's options. It happens here, in one place, because Serve replaces whole dictionaries
+when a YAML file overrides a deployment's options: set `args`, never `deployments:`.
+
+    HTTP, handle calls ─▶ Router (num_replicas) ──handle, routed by the Board──▶ Engine (min_replicas … max_replicas)
+"""
 
 from __future__ import annotations
 
-from .args import AppArgs, EngineArgs, PoolArgs, RouterArgs, RoutingArgs, parse_args
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-__all__ = ["AppArgs", "EngineArgs", "PoolArgs", "RouterArgs", "RoutingArgs", "parse_args"]
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, DeploymentActorConfig, RequestRouterConfig
+
+from ..routing.autoscaling import ScaleTargets
+from ..routing.pool import PoolLimits
+from .args import AppArgs, EngineArgs, PoolArgs, RouterArgs, RoutingArgs, parse_args
+from .autoscaling import DrainTime
+from .board import Board
+from .engine_deployment import Engine, EngineSpec, LoadedEngine
+from .replica_router import BOARD, BoardRouter
+from .router_deployment import router_deployment
+
+__all__ = ["AppArgs", "EngineArgs", "PoolArgs", "RouterArgs", "RoutingArgs", "build", "parse_args"]
+
+NAME = "cb-ray"
+METRICS_INTERVAL_S, LOOK_BACK_S = 1.0, 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """What there is to run on."""
+
+    num_cpus: float
+    num_gpus: float
+
+    @classmethod
+    def here(cls) -> Cluster:
+        """The Ray cluster that this process belongs to; without one, this machine's CPUs."""
+        found: Mapping[str, Any] = ray.cluster_resources() if ray.is_initialized() else {}
+        return cls(num_cpus=float(found.get("CPU", os.cpu_count() or 1)), num_gpus=float(found.get("GPU", 0)))
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application. `args` is what stands under `args:` in YAML. Raises ConfigError naming the setting that is wrong."""
+    return application(parse_args(args))
+
+
+def application(
+    args: AppArgs, *, cluster: Cluster | None = None, load: Callable[[EngineSpec], LoadedEngine] | None = None
+) -> serve.Application:
+    """`build` for settings that were parsed. `load` replaces the engine, for tests."""
+    engine = settle(args, cluster or Cluster.here())
+    spec = EngineSpec(
+        model=args.model,
+        engine=engine,
+        slots=args.slots_per_replica,
+        step_timeout_s=args.pool.step_timeout_s,
+        load=load,
+    )
+    handle = serve.deployment(name="Engine")(Engine).options(**engine_options(args, engine)).bind(spec)
+    return router_deployment().options(**router_options(args)).bind(args, handle)
+
+
+def settle(args: AppArgs, cluster: Cluster) -> EngineArgs:
+    """The engine's settings with resources filled in: a GPU per rank where there are GPUs, else a fair share of the CPUs."""
+    engine, replicas = args.engine, args.pool.max_replicas
+    num_gpus = engine.num_gpus
+    if num_gpus is None:
+        wanted = engine.device != "cpu" and (cluster.num_gpus > 0 or engine.device.startswith("cuda"))
+        num_gpus = float(engine.tensor_parallel_size) if wanted else 0.0
+    left = max(0.1, cluster.num_cpus - args.router.num_replicas * args.router.num_cpus)
+    share = min(1.0, left) if num_gpus else left / replicas
+    num_cpus = engine.num_cpus if engine.num_cpus is not None else (int(share) if share >= 1 else max(0.1, int(share * 10) / 10))
+    num_threads = engine.num_threads or max(1, round(num_cpus if num_gpus else cluster.num_cpus / replicas))
+    return replace(engine, num_gpus=num_gpus, num_cpus=float(num_cpus), num_threads=num_threads)
+
+
+def pool_limits(args: AppArgs) -> PoolLimits:
+    return PoolLimits(
+        max_queue_size=args.max_queue_size,
+        policy=args.routing.policy,
+        index_max_bytes=args.routing.index_max_bytes,
+        lease_timeout_s=args.pool.lease_timeout_s,
+        cold_start_timeout_s=args.pool.cold_start_timeout_s,
+    )
+
+
+def engine_options(args: AppArgs, engine: EngineArgs) -> dict[str, Any]:
+    """Serve's options for the Engine deployment. The Board grants slots, so Serve's own limits only catch races and its loss."""
+    pool, limits = args.pool, asdict(pool_limits(args))
+    return {
+        **_replicas(pool),
+        "max_ongoing_requests": 2 * args.slots_per_replica,
+        "max_queued_requests": -1,
+        "user_config": limits,
+        "deployment_actors": [DeploymentActorConfig(name=BOARD, actor_class=Board)],
+        "request_router_config": RequestRouterConfig(
+            request_router_class=f"{BoardRouter.__module__}:{BoardRouter.__name__}", request_router_kwargs={"limits": limits}
+        ),
+        "ray_actor_options": {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus},
+        "graceful_shutdown_timeout_s": pool.graceful_shutdown_timeout_s,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "health_check_period_s": pool.health_check_period_s,
+        "health_check_timeout_s": pool.health_check_timeout_s,
+    }
+
+
+def router_options(args: AppArgs) -> dict[str, Any]:
+    """Serve's options for the Router deployment. A Router outlives the streams that go through it."""
+    return {
+        "num_replicas": args.router.num_replicas,
+        "max_ongoing_requests": args.router.max_ongoing_requests,
+        "max_queued_requests": -1,
+        "ray_actor_options": {"num_cpus": args.router.num_cpus},
+        "graceful_shutdown_timeout_s": args.pool.graceful_shutdown_timeout_s,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "health_check_period_s": args.pool.health_check_period_s,
+        "health_check_timeout_s": args.pool.health_check_timeout_s,
+    }
+
+
+def _replicas(pool: PoolArgs) -> dict[str, Any]:
+    """A fixed number, or Serve's autoscaling by our policy. The delays are the policy's, so Serve adds none."""
+    if pool.min_replicas == pool.max_replicas:
+        return {"num_replicas": pool.max_replicas}
+    targets = ScaleTargets(
+        min_replicas=pool.min_replicas,
+        max_replicas=pool.max_replicas,
+        target_drain_s=pool.target_drain_s,
+        upscale_delay_s=pool.upscale_delay_s,
+        downscale_delay_s=pool.downscale_delay_s,
+        downscale_to_zero_delay_s=pool.downscale_to_zero_delay_s,
+    )
+    policy = AutoscalingPolicy(policy_function=f"{DrainTime.__module__}:{DrainTime.__name__}", policy_kwargs=asdict(targets))
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=pool.min_replicas,
+            max_replicas=pool.max_replicas,
+            initial_replicas=max(1, pool.min_replicas),
+            metrics_interval_s=METRICS_INTERVAL_S,
+            look_back_period_s=LOOK_BACK_S,
+            upscale_delay_s=0.0,
+            downscale_delay_s=0.0,
+            policy=policy,
+        )
+    }

@@ -25,7 +25,8 @@ class PoolBesideAModel(RuleBasedStateMachine):
     )
     def start(self, limit, policy, slots):
         self.limit = limit
-        self.pool = Pool(PoolLimits(max_queue_size=limit, policy=policy, page_size=4, lease_timeout_s=30, cold_start_timeout_s=60))
+        limits = PoolLimits(max_queue_size=limit, policy=policy, page_size=4, lease_timeout_s=30, cold_start_timeout_s=60)
+        self.pool = Pool(limits)
         self.now, self.count, self.numbers = 100.0, 0, 0
         self.slots = {f"r{n}": count for n, count in enumerate(slots)}
         self.waiting: list[Ask] = []  # in order of arrival

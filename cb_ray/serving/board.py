@@ -1,0 +1,183 @@
+"""The Board: the one actor per Engine deployment that decides who is granted which replica. A clock and mailboxes round a `Pool`.
+
+Owns `Board`. All thinking is in `routing/pool.py`; this adds the monotonic clock, one timer at the pool's deadline, and a mailbox
+per holder (a process that makes requests). The Board is on the path of a request, never on the path of its tokens.
+
+    caller's process                         Board                                engine replica
+    acquire(ask) ──────────────────▶ Granted │ Queued │ Refused
+    listen(holder) ───(waits)──────▶ grants of those who were queued
+    release(ticket) ───────────────▶ next in line is granted   ◀───────────────── beat(live, ended, pages, …)
+
+A holder listens for as long as it has anything in the pool. One open call per process carries all its grants, renews its leases
+when it comes round, and tells it at once when the Board dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+
+from ..routing.loads import Ask, RoutingDecision
+from ..routing.members import Beat, BeatReply, Member
+from ..routing.pool import Changes, Expired, Granted, Pool, PoolLimits, Queued, Refused
+from .replica_router import watch_replicas
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(slots=True)
+class _Mailbox:
+    """What a holder has not heard yet. Whoever fills it sets `filled`."""
+
+    news: list[Granted | Expired] = field(default_factory=list["Granted | Expired"])
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class BoardState:
+    """The Board without Ray: usable in any event loop, with any clock."""
+
+    def __init__(self, limits: PoolLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.pool = Pool(limits)
+        self._clock = clock
+        self._mailboxes: dict[str, _Mailbox] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def now(self) -> float:
+        return self._clock()
+
+    def acquire(self, ask: Ask) -> Granted | Queued | Refused:
+        answer = self.pool.acquire(self.now, ask)
+        self._arm()
+        return answer
+
+    def release(self, ticket: str, rejected: bool = False) -> None:
+        self.apply(self.pool.release(self.now, ticket, rejected))
+
+    async def listen(self, holder: str, held: Sequence[tuple[str, str, str]] = ()) -> list[Granted | Expired]:
+        """News for `holder`: at once if there is some, else when there is, else nothing after a third of the lease timeout."""
+        self.pool.renew(self.now, holder, held)
+        self._arm()
+        mailbox = self._mailboxes.setdefault(holder, _Mailbox())
+        try:
+            async with asyncio.timeout(self.pool.limits.lease_timeout_s / 3):
+                await mailbox.filled.wait()
+        except TimeoutError:
+            pass
+        news, mailbox.news = mailbox.news, []
+        mailbox.filled.clear()
+        if not news and self._mailboxes.get(holder) is mailbox:
+            del self._mailboxes[holder]
+        return news
+
+    def apply(self, changes: Changes) -> None:
+        """Put what changed into the mailboxes of those it concerns, and set the timer."""
+        for news in (*changes.granted, *changes.expired):
+            if isinstance(news, Expired) and news.reason == "holder_gone":
+                self._mailboxes.pop(news.holder, None)
+                continue
+            mailbox = self._mailboxes.setdefault(news.holder, _Mailbox())
+            mailbox.news.append(news)
+            mailbox.filled.set()
+        self._arm()
+
+    def _arm(self) -> None:
+        """One timer, at the pool's deadline; none while there is nothing to wait for."""
+        deadline = self.pool.deadline
+        if self._timer is not None:
+            if self._timer.when() - asyncio.get_running_loop().time() <= deadline - self.now + 1e-3:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if deadline < float("inf"):
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self.now), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.apply(self.pool.tick(self.now))
+
+
+class BoardActor:
+    """The actor's methods: all of them one transition of the pool, on one event loop, so nothing needs a lock."""
+
+    def __init__(self) -> None:
+        self._state = BoardState(PoolLimits())
+        self._pool = self._state.pool
+        self._is_new = True  # nobody has told it its limits; they are no arguments, since changing those restarts all replicas
+        self._name = ray.get_runtime_context().get_actor_name() or ""
+        self._watch = watch_replicas(self._set_members)
+
+    async def hello(self) -> str:
+        """The name under which this Board is found."""
+        return self._name
+
+    async def acquire(self, ask: Ask) -> Granted | Queued | Refused:
+        return self._state.acquire(ask)
+
+    async def release(self, ticket: str, rejected: bool = False) -> None:
+        self._state.release(ticket, rejected)
+
+    async def reserve(self, request_id: str, holder: str) -> Refused | None:
+        return self._pool.reserve(self._state.now, request_id, holder)
+
+    async def unreserve(self, request_id: str) -> None:
+        self._pool.unreserve(request_id)
+
+    async def listen(self, holder: str, held: Sequence[tuple[str, str, str]] = ()) -> list[Granted | Expired]:
+        return await self._state.listen(holder, held)
+
+    async def lost(self, replica: str) -> None:
+        self._state.apply(self._pool.lost(self._state.now, replica))
+
+    async def steer(self, replica: str, accepting: bool) -> None:
+        self._state.apply(self._pool.steer(self._state.now, replica, accepting))
+
+    async def beat(self, beat: Beat) -> BeatReply:
+        reply, changes = self._pool.beat(self._state.now, beat)
+        self._state.apply(changes)
+        return reply
+
+    async def configure(self, limits: PoolLimits, only_if_new: bool = False) -> None:
+        """Take new limits without a restart. The page size stays: it is the engines' to say."""
+        if only_if_new and not self._is_new:
+            return
+        self._is_new = False
+        limits = replace(limits, page_size=self._pool.limits.page_size)
+        if limits != self._pool.limits:
+            self._state.apply(self._pool.configure(self._state.now, limits))
+
+    async def explain(self, ask: Ask) -> RoutingDecision | None:
+        return self._pool.explain(self._state.now, ask)
+
+    async def snapshot(self) -> dict[str, object]:
+        return self._pool.snapshot(self._state.now)
+
+    def _set_members(self, replicas: Sequence[tuple[str, dict[str, object]]]) -> None:
+        """Serve's own list of running replicas, with what each said of itself.
+
+        While a new version rolls out, replicas of the old one beat to a Board of theirs; this one grants them by its leases.
+        """
+        known = [(name, facts) for name, facts in replicas if "slots" in facts]
+        mine = [facts for _, facts in known if facts.get("board") == self._name]
+        if mine and self._pool.limits.page_size != mine[-1]["page_size"]:
+            limits = replace(self._pool.limits, page_size=int(str(mine[-1]["page_size"])))
+            self._state.apply(self._pool.configure(self._state.now, limits))
+        members = [
+            Member(replica=name, slots=int(str(facts["slots"])), cache_tokens=_optional_int(facts.get("cache_tokens")))
+            for name, facts in known
+        ]
+        self._state.apply(self._pool.members(self._state.now, members))
+
+
+def _optional_int(value: object) -> int | None:
+    return None if value is None else int(str(value))
+
+
+# One waiting call per process that has requests, and a few short ones: far below what would be queued.
+Board: Any = ray.remote(num_cpus=0, max_concurrency=10_000)(BoardActor)  # type: ignore[call-overload]

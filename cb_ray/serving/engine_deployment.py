@@ -1,0 +1,187 @@
+"""`Engine`: the deployment of which each replica is one engine. Tokens in, tokens out; it knows no text and no other replica.
+
+Owns the replica's life (load, prove, serve, drain, stop), its stream of tokens, its health, and what it tells Serve and the Board.
+The engine works in a thread of its own; nothing here blocks the event loop, on which Serve may run its control calls.
+
+    handle ──generate(request)──▶ engine.chunks ──▶ TokenChunk, TokenChunk, …      as they are ready, merged when the reader is late
+                 │ begins, moves, ends
+                 ▼
+               Pulse ──beat──▶ Board ──reply──▶ requests that nobody holds any more are cancelled
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ray import serve
+from ray.exceptions import RayActorError
+
+from ..errors import EngineFailedError
+from ..messages import EngineStats, GenerateRequest, RequestStatus, SamplingParams, TokenChunk
+from ..routing.members import Beat, BeatReply
+from ..routing.pool import PoolLimits
+from .args import EngineArgs
+from .pulse import PageNews, Pulse
+from .replica_router import BOARD
+
+logger = logging.getLogger("ray.serve")
+
+
+class EngineLike(Protocol):
+    """What a replica needs of `engine.manager.ContinuousBatchingManager`; a stand-in for tests has the same."""
+
+    @property
+    def fatal_error(self) -> Exception | None: ...
+    def start(self) -> None: ...
+    def stop(self, block: bool = True, timeout: float | None = None, *, hard_stop: bool = False) -> None: ...
+    def chunks(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]: ...
+    def cancel_request(self, request_id: str) -> None: ...
+    def stats(self) -> EngineStats: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedEngine:
+    """An engine, not started yet, and the facts that a router wants. `pages(full)`: news of its prefix cache, if it gives any."""
+
+    engine: EngineLike
+    page_size: int
+    cache_tokens: int | None = None
+    pages: Callable[[bool], PageNews] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """All that a replica is made from. `load` makes its engine, in a thread; None: a transformers model as `engine` says."""
+
+    model: str
+    engine: EngineArgs
+    slots: int
+    step_timeout_s: float = 120.0
+    load: Callable[[EngineSpec], LoadedEngine] | None = None
+
+
+class Engine:
+    """One replica."""
+
+    async def __init__(self, spec: EngineSpec) -> None:
+        """Loads the model and makes one token. Raises whatever keeps it from serving, so that Serve shows it and tries again."""
+        self._spec = spec
+        self._replica = serve.get_replica_context().replica_tag
+        self._loaded = await asyncio.to_thread(spec.load or _load_model, spec)
+        self._engine = self._loaded.engine
+        self._engine.start()
+        await self._prove()
+        self._board: Any | None = None
+        self._limits: PoolLimits | None = None
+        self._board_name: str = await self._find_board().hello.remote()
+        self._since = time.time()
+        self._progress = (-1, time.monotonic())  # steps made, since when
+        self._pulse = Pulse(
+            self._replica,
+            send=self._send,
+            stats=self._engine.stats,
+            cancel=self._engine.cancel_request,
+            page_size=self._loaded.page_size,
+            pages=self._loaded.pages,
+        )
+
+    async def generate(self, request: GenerateRequest, attempt: int = 0) -> AsyncGenerator[TokenChunk]:
+        """The chunks of one request: the first at once, later ones merged when the reader is late; the last has `usage`.
+
+        Closing the generator cancels the request in the engine. `attempt` counts the times a caller has tried before.
+        Raises InvalidRequestError, QueueFullError and EngineStoppedError before the first chunk; later failures are in a chunk.
+        """
+        last: TokenChunk | None = None
+        self._pulse.begin(request.request_id)
+        try:
+            async with contextlib.aclosing(self._engine.chunks(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    self._pulse.moved(request.request_id, len(chunk.token_ids))
+                    last = chunk
+                    yield chunk
+        finally:
+            self._pulse.end(request.request_id, finished=last is not None and last.status == RequestStatus.FINISHED)
+
+    async def stats(self) -> EngineStats:
+        """The engine's latest snapshot."""
+        return self._engine.stats()
+
+    async def check_health(self) -> None:
+        """Serve asks every few seconds. Raises EngineFailedError when the engine has failed or a step is stuck."""
+        error = self._engine.fatal_error
+        if error is not None:
+            raise EngineFailedError(f"the engine has failed: {error}")
+        steps, now = self._engine.stats().num_steps, time.monotonic()
+        if steps != self._progress[0] or not self._pulse.num_live:
+            self._progress = (steps, now)
+        stuck_s = now - self._progress[1]
+        if stuck_s > self._spec.step_timeout_s:
+            raise EngineFailedError(f"no step has ended for {stuck_s:.0f} s though requests are in the engine")
+        self._pulse.touch()  # the Board hears of an idle replica at this pace
+
+    async def reconfigure(self, limits: Mapping[str, Any]) -> None:
+        """Serve's `user_config`: the pool's limits, which travel this way so that changing them restarts nothing."""
+        self._limits = PoolLimits(**limits)
+        await self._find_board().configure.remote(self._limits)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """What routers and the Board know of this replica from the start."""
+        return {
+            "board": self._board_name,
+            "since": self._since,
+            "slots": self._spec.slots,
+            "page_size": self._loaded.page_size,
+            "cache_tokens": self._loaded.cache_tokens,
+        }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Seconds of work owed here and in the waiting line, as the Board last said; numbers only."""
+        reply, live = self._pulse.reply, self._pulse.num_live
+        return {
+            "owed_s": reply.owed_s if reply and live else 0.0,
+            "line_s": reply.line_s if reply and live else 0.0,
+            "num_requests": float(live + (reply.num_waiting if reply and live else 0)),
+            "cache_used": self._engine.stats().cache_used,
+        }
+
+    async def __del__(self) -> None:
+        """Serve calls this after the drain: the engine finishes what is left and gives its memory back."""
+        with contextlib.suppress(AttributeError):  # construction may not have come this far
+            self._pulse.close()
+        with contextlib.suppress(AttributeError):
+            await asyncio.to_thread(self._engine.stop, True, 10.0, hard_stop=True)
+
+    async def _prove(self) -> None:
+        """Ready means: one real token came out."""
+        greedy = SamplingParams(do_sample=False, ignore_eos=True)
+        request = GenerateRequest(request_id="cb-ray-ready", token_ids=(0,), max_new_tokens=1, sampling=greedy)
+        async for chunk in self._engine.chunks(request):
+            if chunk.error is not None:
+                raise chunk.error
+
+    def _find_board(self) -> Any:
+        """The Board's actor. It may have been made anew since it was last used."""
+        if self._board is None:
+            self._board = serve.get_deployment_actor(BOARD)
+            if self._limits is not None:
+                self._board.configure.remote(self._limits, only_if_new=True)
+        return self._board
+
+    async def _send(self, beat: Beat) -> BeatReply | None:
+        try:
+            return await self._find_board().beat.remote(beat)
+        except (RayActorError, ValueError):  # it has died, and may not have been made anew yet
+            self._board = None
+            return None
+
+
+def _load_model(spec: EngineSpec) -> LoadedEngine:
+    from .engine_loading import load_engine
+
+    return load_engine(spec.model, spec.engine)

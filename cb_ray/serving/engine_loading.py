@@ -1,0 +1,72 @@
+"""From a model's name to an engine that is ready to start: resolve, load with transformers, wire.
+
+Owns the choice of device, precision and threads. Imports torch and transformers, so it is imported only where an engine is made.
+Blocks for as long as loading takes: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ..config import ContinuousBatchingConfig, WorkloadHints
+from ..engine import build as engine_build
+from ..engine.manager import ContinuousBatchingManager
+from ..engine.model_source import resolve_model
+from ..engine.parts import EngineParts
+from ..errors import ConfigError
+from .args import EngineArgs
+from .engine_deployment import LoadedEngine
+
+
+def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
+    """The engine that `args` describe, over the model that `source` names; not started.
+
+    Raises ModelSourceError, ConfigError, UnsupportedModelError or MemoryError.
+    """
+    device = choose_device(args.device)
+    torch.set_num_threads(args.num_threads or os.cpu_count() or 1)
+    local = resolve_model(source, progress=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(local.path, dtype=_dtype(args.dtype, device))
+    model = model.to(device).eval()
+    manager = ContinuousBatchingManager(
+        model,
+        model.generation_config,
+        replace(args.batching_config(), per_request_processors=True),
+        build=_builder(args.max_model_len),
+    )
+    if args.warmup:
+        manager.warmup()
+    facts = manager.facts
+    return LoadedEngine(engine=manager, page_size=facts.page_size, cache_tokens=facts.num_blocks * facts.page_size)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto` is the GPU that Ray gave this process, if it gave one."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("engine.device is cuda, but this replica sees no GPU; set engine.num_gpus", field="engine.device")
+    return torch.device(wanted)
+
+
+def _dtype(wanted: str, device: torch.device) -> Any:
+    if wanted == "auto":
+        return "auto" if device.type == "cuda" else torch.float32
+    return getattr(torch, wanted)
+
+
+def _builder(max_model_len: int | None) -> Any:
+    """The engine's builder, with requests bounded to `max_model_len` tokens of prompt and answer."""
+
+    def build(model: Any, generation_config: Any, config: ContinuousBatchingConfig, hints: WorkloadHints) -> EngineParts:
+        parts = engine_build.build(model, generation_config, config, hints)
+        if max_model_len is None:
+            return parts
+        return replace(parts, limits=replace(parts.limits, max_length=min(max_model_len, parts.limits.max_length)))
+
+    return build

@@ -1,0 +1,343 @@
+"""The pool on a real Ray: Board, request router, two Engine replicas with a fake engine each, two Routers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+import httpx  # noqa: E402
+from ray import serve  # noqa: E402
+
+from cb_ray.errors import QueueFullError  # noqa: E402
+from cb_ray.messages import GenerateRequest, TokenChunk  # noqa: E402
+from cb_ray.serving.app import AppArgs, Cluster, application, engine_options, parse_args, settle  # noqa: E402
+from cb_ray.serving.engine_deployment import Engine, EngineSpec  # noqa: E402
+from cb_ray.serving.handle_source import own_error  # noqa: E402
+from cb_ray.serving.replica_router import find_board  # noqa: E402
+from tests.serving.fakes import ENDLESS, STAGE, Stage, load_fake, token_of  # noqa: E402
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(120)]
+APP = "cb-ray"
+SLOTS, WAITING, LEASE_S = 2, 3, 6.0
+numbers = itertools.count()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+PORT = free_port()
+
+
+def settings(model: object, replicas: int = 2, **more: Any) -> AppArgs:
+    return parse_args(
+        {
+            "model": str(model),
+            "served_model_name": "fake",
+            "max_queue_size": WAITING,
+            "pool": {
+                "min_replicas": replicas,
+                "max_replicas": replicas,
+                "slots_per_replica": SLOTS,
+                "health_check_period_s": 1,
+                "lease_timeout_s": LEASE_S,
+                "graceful_shutdown_timeout_s": 5,
+            },
+            "router": {"num_replicas": 2},
+            "engine": {"num_cpus": 0.1},
+            **more,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def pool(tiny_model_dir) -> Iterator[None]:
+    """Two engines with two slots each, two Routers, three places to wait."""
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 * 2**20, namespace="cb-ray-tests")
+    try:
+        stage = Stage.options(name=STAGE).remote()
+        ray.get(stage.flows.remote())
+        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+        app = application(settings(tiny_model_dir), cluster=Cluster(num_cpus=4, num_gpus=0), load=load_fake)
+        serve.run(app, name=APP, route_prefix="/")
+        yield
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture
+def stage(pool) -> Iterator[Any]:
+    """The stage with its tap closed and nothing heard yet; whatever a test leaves running is let through afterwards."""
+    stage = ray.get_actor(STAGE, namespace="cb-ray-tests")
+    ray.get(stage.close.remote())
+    yield stage
+    ray.get(stage.open.remote())
+
+
+def request(length: int = 5, new: int = 4) -> GenerateRequest:
+    return GenerateRequest(request_id=f"q{next(numbers)}", token_ids=tuple(range(1, length + 1)), max_new_tokens=new)
+
+
+async def read(handle: Any, asked: GenerateRequest, **kwargs: Any) -> list[int] | Exception:
+    """All tokens, or the error as ours."""
+    tokens: list[int] = []
+    try:
+        async for chunk in handle.options(stream=True).generate.remote(request=asked, **kwargs):
+            assert isinstance(chunk, TokenChunk)
+            tokens += chunk.token_ids
+    except Exception as error:
+        return own_error(error)
+    return tokens
+
+
+def expected(asked: GenerateRequest) -> list[int]:
+    return [token_of(asked, index) for index in range(asked.max_new_tokens or 0)]
+
+
+def board() -> Any:
+    return find_board(APP, "Engine")
+
+
+async def until(holds: Any) -> dict[str, Any]:
+    """The Board's counts, once they are as wanted. The Board tells nobody of a change, so its answers are read again."""
+    while True:
+        counts = await board().snapshot.remote()
+        if holds(counts):
+            return counts
+
+
+def idle(counts: dict[str, Any]) -> bool:
+    return (
+        counts["waiting"] == 0
+        and len(counts["replicas"]) == 2
+        and not any(r["leases"] or r["strays"] for r in counts["replicas"].values())
+    )
+
+
+def test_twenty_at_once_give_seven_answers_and_thirteen_refusals(stage):
+    """2×2 slots and 3 places to wait, over two Routers: the bound is the pool's, exactly, and refusals come at once."""
+
+    async def story():
+        handle = serve.get_app_handle(APP)
+        asked = [request() for _ in range(20)]
+        calls = [asyncio.ensure_future(read(handle, each)) for each in asked]
+        refused: list[Any] = []
+        for call in asyncio.as_completed(calls):  # nobody can finish while the tap is closed
+            refused.append(await call)
+            if len(refused) == 13:
+                break
+        assert all(isinstance(answer, QueueFullError) for answer in refused), refused
+        assert all(answer.limit == WAITING and answer.waiting == WAITING and answer.retry_after_s > 0 for answer in refused)
+        counts = await board().snapshot.remote()
+        assert counts["waiting"] == WAITING and [r["leases"] for r in counts["replicas"].values()] == [SLOTS, SLOTS]
+        await stage.open.remote()
+        answers = await asyncio.gather(*calls)
+        given = [(each, answer) for each, answer in zip(asked, answers, strict=True) if not isinstance(answer, Exception)]
+        assert len(given) == 2 * SLOTS + WAITING
+        assert all(answer == expected(each) for each, answer in given)
+        await until(idle)
+
+    asyncio.run(story())
+
+
+def test_who_waits_and_leaves_is_out_of_the_line_and_never_reaches_an_engine(stage):
+    """A caller that cancels while it waits gives its place to the next one."""
+
+    async def story():
+        handle = serve.get_deployment_handle("Engine", APP).options(stream=True)
+        asked = [request() for _ in range(2 * SLOTS + 2)]
+        streams = [handle.generate.remote(request=each) for each in asked]
+        running = {name for name, _ in await stage.happened.remote("start", 2 * SLOTS)}
+        await until(lambda counts: counts["waiting"] == 2)
+        waiting = [n for n, each in enumerate(asked) if each.request_id not in running]
+        streams[waiting[0]].cancel()
+        await until(lambda counts: counts["waiting"] == 1)
+        await stage.open.remote()
+        for n, stream in enumerate(streams):
+            if n != waiting[0]:
+                assert [token async for chunk in stream for token in chunk.token_ids] == expected(asked[n])
+        await until(idle)
+        started = {name for name, _ in await stage.happened.remote("start", len(asked) - 1)}
+        assert asked[waiting[0]].request_id not in started
+
+    asyncio.run(story())
+
+
+def test_http_refusal_says_when_to_come_back_and_a_client_that_leaves_frees_its_place(stage):
+    """429 with Retry-After before any stream has begun; closing a connection that waits or streams ends the request behind it."""
+
+    async def story():
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{PORT}/v1", timeout=60) as client:
+
+            def post(**more: Any) -> asyncio.Task[httpx.Response]:
+                body = {"model": "fake", "prompt": "hello", "max_tokens": 4, "stream": True, **more}
+                return asyncio.ensure_future(client.post("/completions", json=body))
+
+            running = [post() for _ in range(2 * SLOTS)]
+            await stage.happened.remote("start", 2 * SLOTS)
+            waiting = [post() for _ in range(WAITING)]
+            await until(lambda counts: counts["waiting"] == WAITING)
+            refused = await post()
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["code"] == "queue_full"
+            for call in waiting:
+                call.cancel()
+            await until(lambda counts: counts["waiting"] == 0)
+            for call in running:
+                call.cancel()
+            await stage.happened.remote("cancelled", 2 * SLOTS)
+            await until(idle)
+
+    asyncio.run(story())
+
+
+def test_eight_choices_of_one_http_request_are_routed_side_by_side(stage):
+    """Handle calls made at once inside one request share Serve's request id; they must neither hang nor be mixed up."""
+
+    async def story():
+        await stage.open.remote()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{PORT}/v1", timeout=60) as client:
+            for n in (2, 7):  # seven find a place at once: four slots, three in line
+                body = {"model": "fake", "prompt": "hello", "max_tokens": 3, "n": n, "temperature": 1.0}
+                answer = await client.post("/completions", json=body)
+                assert answer.status_code == 200, answer.text
+                assert [choice["index"] for choice in answer.json()["choices"]] == list(range(n))
+                assert answer.json()["usage"]["completion_tokens"] == 3 * n
+        await until(idle)
+
+    asyncio.run(story())
+
+
+def test_a_task_in_another_process_streams_tokens(stage):
+    """`serve.get_app_handle("cb-ray")` works from any Ray task, with plain iteration."""
+    ray.get(stage.open.remote())
+    asked = request()
+
+    @ray.remote(num_cpus=0)
+    def task(asked: GenerateRequest) -> tuple[int, list[int]]:
+        handle = serve.get_app_handle(APP).options(stream=True)
+        return os.getpid(), [token for chunk in handle.generate.remote(asked) for token in chunk.token_ids]
+
+    pid, tokens = ray.get(task.remote(asked))
+    assert pid != os.getpid() and tokens == expected(asked)
+
+
+def test_streams_that_nobody_holds_any_more_are_ended(stage):
+    """A dropped generator, a task that returns with one open, and a caller that is killed: Serve lets all three run on."""
+
+    def start(asked: GenerateRequest) -> Any:
+        stream = serve.get_deployment_handle("Engine", APP).options(stream=True).generate.remote(request=asked)
+        return stream, next(iter(stream))
+
+    @ray.remote(num_cpus=0, max_restarts=0)
+    class Caller:
+        def begin(self, asked: GenerateRequest) -> None:
+            self.stream = start(asked)
+
+    @ray.remote(num_cpus=0)
+    def task(asked: GenerateRequest) -> None:
+        start(asked)
+
+    dropped, returned, killed = (replace(request(), cache_salt=ENDLESS) for _ in range(3))
+    ray.get(stage.open.remote())
+    stream = start(dropped)
+    ray.get(task.remote(returned))
+    caller = Caller.remote()
+    ray.get(caller.begin.remote(killed))
+    del stream
+    gc.collect()
+    names = {name for name, _ in ray.get(stage.happened.remote("cancelled", 2))}
+    assert names == {dropped.request_id, returned.request_id}
+    ray.kill(caller)
+    names = {name for name, _ in ray.get(stage.happened.remote("cancelled", 3))}
+    assert killed.request_id in names
+    asyncio.run(until(idle))
+
+
+def test_a_replica_that_refuses_is_asked_again_later(stage, tiny_model_dir):
+    """Serve's own limit below the Board's: the grant is given back, the request keeps its turn, and it ends well."""
+    args = settings(tiny_model_dir, replicas=1)
+    engine = settle(args, Cluster(num_cpus=4, num_gpus=0))
+    options = {**engine_options(args, engine), "max_ongoing_requests": 1}
+    spec = EngineSpec(model=args.model, engine=engine, slots=SLOTS, load=load_fake)
+    handle = serve.run(serve.deployment(name="Engine")(Engine).options(**options).bind(spec), name="tight", route_prefix=None)
+
+    async def story():
+        asked = [request() for _ in range(3)]
+        calls = [asyncio.ensure_future(read(handle, each)) for each in asked]
+        await stage.happened.remote("start", 1)
+        while not (counts := await find_board("tight", "Engine").snapshot.remote())["counters"]["rejected"]:
+            pass
+        assert counts["counters"]["refused"] == 0
+        await stage.open.remote()
+        assert await asyncio.gather(*calls) == [expected(each) for each in asked]
+
+    try:
+        asyncio.run(story())
+    finally:
+        serve.delete("tight")
+
+
+def test_without_a_board_requests_go_on_and_it_comes_back(stage):
+    """Killing the Board breaks no stream; requests are routed by local work until it is back and knows the engines again."""
+
+    async def story():
+        handle = serve.get_app_handle(APP)
+        flowing = request(new=50)
+        call = asyncio.ensure_future(read(handle, flowing))
+        await stage.happened.remote("start", 1)
+        before = board()
+        ray.kill(before)
+        await stage.open.remote()
+        asked = [request() for _ in range(6)]
+        assert await asyncio.gather(*(read(handle, each) for each in asked)) == [expected(each) for each in asked]
+        assert await call == expected(flowing)
+        while (again := board()) is None or again == before:
+            await asyncio.to_thread(ray.get, stage.flows.remote())
+        await until(lambda counts: len(counts["replicas"]) == 2 and counts["limit"] == WAITING)
+        asked = [request() for _ in range(4)]
+        assert await asyncio.gather(*(read(handle, each) for each in asked)) == [expected(each) for each in asked]
+        assert (await until(idle))["counters"]["granted"] >= 4
+
+    asyncio.run(story())
+
+
+def test_a_killed_replica_comes_back_and_requests_go_on(stage):
+    """SIGKILL of one of two: the other serves at once, the pool knows at once, and Serve brings a second one up again."""
+
+    async def story():
+        await stage.open.remote()
+        handle = serve.get_app_handle(APP)
+        await asyncio.gather(*(read(handle, request()) for _ in range(4)))
+        pids = {pid for _, pid in await stage.happened.remote("start", 4)}
+        assert len(pids) == 2
+        victim = pids.pop()
+        os.kill(victim, signal.SIGKILL)
+        answers = await asyncio.gather(*(read(handle, request()) for _ in range(4)))
+        assert sum(isinstance(answer, list) for answer in answers) >= 2
+        asked = [request() for _ in range(SLOTS + WAITING)]
+        assert await asyncio.gather(*(read(handle, each) for each in asked)) == [expected(each) for each in asked]
+        dead = set((await board().snapshot.remote())["replicas"])
+        await until(lambda counts: len(counts["replicas"]) == 2 and set(counts["replicas"]) != dead)
+        await stage.close.remote()
+        calls = [asyncio.ensure_future(read(handle, request())) for _ in range(2 * SLOTS)]
+        pids = {pid for _, pid in await stage.happened.remote("start", 2 * SLOTS)}
+        assert len(pids) == 2 and victim not in pids
+        await stage.open.remote()
+        await asyncio.gather(*calls)
+
+    asyncio.run(story())
