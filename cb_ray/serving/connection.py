@@ -32,9 +32,9 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     watcher = asyncio.create_task(_departure(receive))
     try:
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if worker.done():
-            return worker.result()
-        raise ClientDisconnected
+        if watcher.done():  # also when both are: a server need not say twice that the client has left
+            raise ClientDisconnected
+        return worker.result()
     finally:
         await cancel_and_wait((worker, watcher))
 
