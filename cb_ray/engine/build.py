@@ -24,6 +24,7 @@ from ..runtime.sampling import Processor
 from ..sizing import ModelFacts, resolve
 from .machine import measure
 from .parts import EngineParts
+from .processors import transformers_processors
 from .ways import Way, find_way, long_from
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def build(
     cache = None
     if way.pages:
         cache = KVCache(layout, dtype=model.dtype, device=model.device, num_host_sectors=host_sectors)
+    processors = processors or transformers_processors(model, generation_config)
     runner = ModelRunner(way.make(cache), model.device, processors)
     longest = max_length(model)
     limits = RequestLimits(

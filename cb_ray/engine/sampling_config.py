@@ -15,25 +15,23 @@ from typing import Any, cast
 
 from ..errors import ConfigError, InvalidRequestError, nearest
 from ..messages import SamplingParams
+from .processors import WARPERS, early_settings, has_long_biases, late_settings
 
 logger = logging.getLogger(__name__)
 
-_OWN_WAY = ("eos_token_ids",)  # fields of SamplingParams that have a parameter of their own
+_OWN_WAY = ("eos_token_ids", "full_history")  # fields of SamplingParams that are set in another way
 REQUEST_KEYWORDS = tuple(sorted(f.name for f in fields(SamplingParams) if f.name not in _OWN_WAY))
 _SEQUENCES = ("allowed_token_ids", "stop_token_ids")
 _NESTED = ("bad_words", "stop_sequences")
-_WARPERS = ("temperature", "top_k", "top_p", "min_p")
 
-# Settings of transformers that change tokens and have no counterpart here: name -> the values under which they do nothing.
+# Settings of transformers that change tokens and that nothing here computes: name -> the values under which they do nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
     "encoder_repetition_penalty": (None, 1.0),
     "begin_suppress_tokens": (None, []),
     "forced_bos_token_id": (None,),
     "forced_eos_token_id": (None,),
     "exponential_decay_length_penalty": (None,),
-    "remove_invalid_values": (None, False),
     "watermarking_config": (None,),
     "guidance_scale": (None, 1, 1.0),
     "num_beams": (None, 1),
@@ -43,12 +41,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "force_words_ids": (None,),
     "stop_strings": (None,),
     "max_time": (None,),
-}
-_UNSUPPORTED_WARPERS: dict[str, tuple[Any, ...]] = {
-    "typical_p": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
-    "top_h": (None,),
 }
 
 
@@ -70,6 +62,7 @@ class SamplingPolicy:
     ) -> None:
         self._per_request = per_request
         self._say_what_is_missing(generation_config, drop_unsupported)
+        self._late = late_settings(generation_config)
         self.num_return_sequences: int = generation_config.num_return_sequences or 1
         self._max_new_tokens: int | None = generation_config.max_new_tokens
         self._max_length: int | None = generation_config.max_length
@@ -86,9 +79,11 @@ class SamplingPolicy:
             changes["eos_token_ids"] = token_ids(eos_token_id, "eos_token_id")
         for name, value in (keywords or {}).items():
             self._check_keyword(name)
+            if name in WARPERS and self._late:
+                raise InvalidRequestError(f"{name} cannot be set per request beside {self._late[0]} of the engine", param=name)
             if value is not None and name != "filter_value":
                 changes[name] = _plain(name, value)
-        if "do_sample" not in changes and not self.base.do_sample and any(changes.get(name) for name in _WARPERS):
+        if "do_sample" not in changes and not self.base.do_sample and any(changes.get(name) for name in WARPERS):
             changes["do_sample"] = True  # a request that names a temperature wants to be sampled
         if self._min_length > num_prompt and "min_tokens" not in changes:
             changes["min_tokens"] = max(self.base.min_tokens, self._min_length - num_prompt)
@@ -131,11 +126,7 @@ class SamplingPolicy:
 
 def unsupported_settings(generation_config: Any) -> list[str]:
     """Names of the settings that would change tokens and that no part of the engine computes."""
-    rules = _UNSUPPORTED | (_UNSUPPORTED_WARPERS if generation_config.do_sample else {})
-    names = [name for name, neutral in rules.items() if getattr(generation_config, name, None) not in neutral]
-    if any(len(sequence) > 1 for sequence, _ in _biases(generation_config)):
-        names.append("sequence_bias")
-    return names
+    return [name for name, neutral in _UNSUPPORTED.items() if getattr(generation_config, name, None) not in neutral]
 
 
 def token_ids(value: Any, name: str) -> tuple[int, ...]:
@@ -157,13 +148,13 @@ def _base(config: Any, model_config: Any, vocab_size: int, return_logprobs: bool
     if eos is None:
         eos = getattr(model_config, "eos_token_id", None)
     sampled: dict[str, Any] = {}
-    if config.do_sample:
-        for name in _WARPERS:
+    if config.do_sample and not late_settings(config):
+        for name in WARPERS:
             if getattr(config, name) is not None:
                 sampled[name] = getattr(config, name)
     bias = {token: -math.inf for token in token_ids(config.suppress_tokens or (), "suppress_tokens") if token < vocab_size}
-    for sequence, value in _biases(config):
-        if len(sequence) == 1:
+    if not has_long_biases(config):
+        for sequence, value in _biases(config):
             bias[sequence[0]] = bias.get(sequence[0], 0.0) + value
     return SamplingParams(
         do_sample=bool(config.do_sample),
@@ -173,6 +164,7 @@ def _base(config: Any, model_config: Any, vocab_size: int, return_logprobs: bool
         logit_bias=tuple(sorted(bias.items())),
         eos_token_ids=() if eos is None else token_ids(eos, "eos_token_id"),
         logprobs=0 if return_logprobs else None,
+        full_history=bool(early_settings(config) or late_settings(config)),
         **sampled,
     )
 
