@@ -61,4 +61,5 @@ def transformers_processors(model: Any, config: Any) -> list[Processor]:
             setattr(chosen, name, value)
     if not late:
         chosen.do_sample = False
-    return list(model._get_logits_processor(chosen, device=model.device))
+    length = 1  # any: none of these depends on where the prompt ends
+    return list(model._get_logits_processor(chosen, input_ids_seq_length=length, device=model.device))
