@@ -27,6 +27,7 @@ from .errors import ConfigError, DeviceError
 
 GIB = 1 << 30
 _INDEX_BYTES_PER_TOKEN = 64  # ids, positions, slots and the like, host and device
+_CPU_CACHE_BYTES = 4 * GIB  # a host is shared, with other replicas too: more than this only by num_blocks or max_memory_percent
 _FEWEST_BATCH_TOKENS = 256
 _FEWEST_REQUESTS = 16
 _MOST_REQUESTS = 1024
@@ -222,6 +223,8 @@ def _divide(
     sectors = max(wanted, groups) if wanted is not None else left // sector - 1
     if wanted is None and block:
         sectors = min(sectors, _useful_sectors(hints, requests, page_size, sector, block, groups))
+        if model.device_type == "cpu" and wish.max_memory_percent is None:
+            sectors = min(sectors, max(groups, _CPU_CACHE_BYTES // sector))
     return _Room(tokens, requests, workspace, max(sectors, groups))
 
 

@@ -29,7 +29,7 @@ from ..runtime.trial import trial_error, trial_layout
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of the trial, in standard deviations of the logits
-_HALF_TOLERANCE = 0.1
+_HALF_TOLERANCE = 0.25
 _NO_KV = LayerSpec(0, "full", 1, 1, 1)  # stands for layers whose state does not grow with the sequence
 
 
@@ -65,6 +65,7 @@ def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None)
             continue
         if error <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):
             return way
+        logger.info("%s is not run %s: its logits are off by %.2g", type(model).__name__, way.name, error)
         reasons.append(f"{way.name}: its logits differ from the model's own by {error:.2g} standard deviations")
     kinds = _unusual_layers(model)
     raise UnsupportedModelError(type(model).__name__, "; ".join([*kinds, *reasons]))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..core.layout import CacheLayout
@@ -40,12 +41,12 @@ class KVCache:
 
     def __init__(self, layout: CacheLayout, *, dtype: torch.dtype, device: torch.device, num_host_sectors: int = 0) -> None:
         self.layout = layout
-        self.flat = torch.zeros(layout.total_items, dtype=dtype, device=device)
+        self.flat = _zeros(layout.total_items, dtype, device)
         self._blocks = self._by_block(self.flat)
         self._host: list[torch.Tensor] | None = None
         if num_host_sectors:
             items = (num_host_sectors + 1) * layout.items_per_sector
-            self._host = self._by_block(torch.zeros(items, dtype=dtype, pin_memory=device.type == "cuda"))
+            self._host = self._by_block(_zeros(items, dtype, torch.device("cpu"), pinned=device.type == "cuda"))
         self.layers: dict[int, LayerPages] = {}
         for g, group in enumerate(layout.groups):
             offsets = layout.page_offsets(g)
@@ -88,3 +89,13 @@ class KVCache:
     def poison(self, value: float = float("nan")) -> None:
         """Overwrite everything; for tests that prove nothing stale is read."""
         self.flat.fill_(value)
+
+
+def _zeros(items: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+    """Zeros. On the host the system's own zero pages: memory that no request has reached costs nothing.
+
+    They must be zeros, not just any bytes: a masked score is no number where a key is none.
+    """
+    if device.type != "cpu" or pinned:
+        return torch.zeros(items, dtype=dtype, device=device, pin_memory=pinned)
+    return torch.from_numpy(np.zeros(items * dtype.itemsize, np.uint8)).view(dtype)

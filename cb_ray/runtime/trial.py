@@ -35,9 +35,9 @@ def trial_layout(layers: Sequence[LayerSpec], page_size: int, itemsize: int) -> 
 def trial_error(model: PreTrainedModel, forward: Forward, layout: CacheLayout, vocab_size: int) -> float:
     """How far `forward` is from the model's plain forward pass, in standard deviations of the logits.
 
-    It is the mean absolute difference of the logits of the worst token.
-
-    Around 1e-6 in float32 and 1e-2 in bfloat16 when all is well. Whatever the model raises is raised.
+    It is the mean absolute difference over the tokens of the worst row. Low precision alone makes it about 0.05 in a deep model; a
+    wrong mask or a forgotten state makes it about 1.
+    Whatever the model raises is raised.
     """
     sequences = [[(i * 37 + 11 * (s + 1)) % min(vocab_size, 1 << 15) for i in range(n)] for s, n in enumerate(_LENGTHS)]
     with torch.no_grad():
@@ -49,8 +49,8 @@ def trial_error(model: PreTrainedModel, forward: Forward, layout: CacheLayout, v
                 spans = [(cuts[step], cuts[step + 1]) for cuts in _CUTS]
                 found = forward.run(_plan(step + 1, sequences, spans, layout), None, True).float()
                 wanted = torch.cat([logits[start:end] for logits, (start, end) in zip(expected, spans, strict=True)]).float()
-                difference = (found - wanted).abs().mean(dim=-1).max() / wanted.std().clamp_min(1e-12)
-                worst = max(worst, float(difference))
+                for difference in (found - wanted).abs().split([end - start for start, end in spans if end > start]):
+                    worst = max(worst, float(difference.mean() / wanted.std().clamp_min(1e-12)))
         finally:
             forward.restore()
     return worst
