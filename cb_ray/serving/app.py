@@ -9,6 +9,7 @@ when a YAML file overrides a deployment's options: set `args`, never `deployment
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = ["AppArgs", "EngineArgs", "PoolArgs", "RouterArgs", "RoutingArgs", "bu
 
 NAME = "cb-ray"
 METRICS_INTERVAL_S, LOOK_BACK_S = 1.0, 2.0
+SHARE_OF_RAM = 0.6  # that replicas on one machine take together; each takes its share of what is free when it starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ def application(
 
 
 def settle(args: AppArgs, cluster: Cluster) -> EngineArgs:
-    """The engine's settings with resources filled in: a GPU per rank where there are GPUs, else a fair share of the CPUs."""
+    """The engine's settings with resources filled in: a GPU per rank where there are GPUs, else a fair share of CPUs and RAM."""
     engine, replicas = args.engine, args.pool.max_replicas
     num_gpus = engine.num_gpus
     if num_gpus is None:
@@ -78,7 +80,10 @@ def settle(args: AppArgs, cluster: Cluster) -> EngineArgs:
     share = min(1.0, left) if num_gpus else left / replicas
     num_cpus = engine.num_cpus if engine.num_cpus is not None else (int(share) if share >= 1 else max(0.1, int(share * 10) / 10))
     num_threads = engine.num_threads or max(1, round(num_cpus if num_gpus else cluster.num_cpus / replicas))
-    return replace(engine, num_gpus=num_gpus, num_cpus=float(num_cpus), num_threads=num_threads)
+    config = dict(engine.config)
+    if not num_gpus and replicas > 1 and not config.keys() & {"max_memory_percent", "num_blocks"}:
+        config["max_memory_percent"] = SHARE_OF_RAM / replicas
+    return replace(engine, num_gpus=num_gpus, num_cpus=float(num_cpus), num_threads=num_threads, config=config)
 
 
 def pool_limits(args: AppArgs) -> PoolLimits:
@@ -138,8 +143,10 @@ def _replicas(pool: PoolArgs) -> dict[str, Any]:
         downscale_to_zero_delay_s=pool.downscale_to_zero_delay_s,
     )
     policy = AutoscalingPolicy(policy_function=f"{DrainTime.__module__}:{DrainTime.__name__}", policy_kwargs=asdict(targets))
-    return {
-        "autoscaling_config": AutoscalingConfig(
+    with warnings.catch_warnings():
+        # metrics_interval_s is to become an environment variable of Ray's; the default of 10 s reacts far too late
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scaling = AutoscalingConfig(
             min_replicas=pool.min_replicas,
             max_replicas=pool.max_replicas,
             initial_replicas=max(1, pool.min_replicas),
@@ -149,4 +156,4 @@ def _replicas(pool: PoolArgs) -> dict[str, Any]:
             downscale_delay_s=0.0,
             policy=policy,
         )
-    }
+    return {"autoscaling_config": scaling}
