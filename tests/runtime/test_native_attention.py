@@ -184,3 +184,129 @@ def shapes(draw: st.DrawFn) -> Shape:
 def test_any_shape_equals_its_slow_twin(ops: NativeOps, level: str, shape: Shape) -> None:
     """Types, page sizes, windows, softcaps, sinks, groups, head sizes and chunk positions; what may not be read is NaN."""
     check(ops, shape, level)
+
+
+def mixed(**changes: object) -> Case:
+    requests = ((40, 1), (0, 30), (700, 1), (1000, 9))
+    return build(Shape(requests=requests, kv_heads=2, group=3, dk=32, dv=32, page=16, **changes))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("level", levels())
+def test_an_answer_is_the_same_to_the_last_bit_whatever_the_threads_and_the_batch(ops: NativeOps, level: str) -> None:
+    """How work is cut depends on a row's own past only, so no batch mate and no thread count can change a token."""
+    case, before = mixed(query_type=torch.bfloat16, cache_type=torch.bfloat16), torch.get_num_threads()
+    with ops.at_level(level):
+        together = ops.paged_attention(*case.arguments())
+        try:
+            for threads in (1, 2, 7):
+                torch.set_num_threads(threads)
+                assert torch.equal(ops.paged_attention(*case.arguments()), together)
+        finally:
+            torch.set_num_threads(before)
+        for b in range(len(case.starts)):
+            first, end = int(case.cu_q[b]), int(case.cu_q[b + 1])
+            alone = (case.block_table[b : b + 1], torch.tensor([0, end - first], dtype=torch.int32), case.starts[b : b + 1])
+            arguments = (case.query[first:end], case.key_cache, case.value_cache, *alone, case.scale, 0, 0.0, None)
+            assert torch.equal(ops.paged_attention(*arguments), together[first:end])
+
+
+@pytest.mark.parametrize("slots_type", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 900])
+def test_keys_and_values_are_written_to_their_slots_and_nowhere_else(ops: NativeOps, rows: int, slots_type: torch.dtype) -> None:
+    """Any strides over rows and heads, few rows or so many that threads share them; all other bytes stay."""
+    page, kv_heads, dk, dv = 8, 3, 40, 24
+    blocks = 1 + -(-rows // page)
+    item = page * kv_heads * (dk + dv)
+    flat = torch.zeros(blocks * item)
+    key_cache = flat.as_strided((blocks, page, kv_heads, dk), (item, kv_heads * dk, dk, 1))
+    value_cache = flat.as_strided((blocks, page, kv_heads, dv), (item, kv_heads * dv, dv, 1), page * kv_heads * dk)
+    key = torch.randn(kv_heads, rows, dk).transpose(0, 1)
+    value = torch.randn(rows, kv_heads, dv)
+    slots = torch.randperm(blocks * page)[:rows]
+    expected = flat.clone()
+    expected.as_strided(key_cache.shape, key_cache.stride())[slots // page, slots % page] = key
+    expected.as_strided(value_cache.shape, value_cache.stride(), page * kv_heads * dk)[slots // page, slots % page] = value
+    ops.write_kv(key, value, key_cache, value_cache, slots.to(slots_type))
+    assert torch.equal(flat, expected)
+
+
+def step(ops: NativeOps, case: Case) -> tuple[tuple, Tensor, Tensor]:
+    """The case again as a step whose own keys are still to be written: (arguments, caches after it, answer)."""
+    rows = int(case.cu_q[-1])
+    slots, page = [], case.key_cache.shape[1]
+    for b in range(len(case.starts)):
+        for j in range(int(case.cu_q[b + 1] - case.cu_q[b])):
+            position = int(case.starts[b]) + j
+            slots.append(int(case.block_table[b, position // page]) * page + position % page)
+    at = torch.tensor(slots)
+    key, value = case.key_cache[at // page, at % page], case.value_cache[at // page, at % page]
+    answer, full = ops.paged_attention(*case.arguments()), case.key_cache.clone()
+    case.key_cache[at // page, at % page] = math.nan
+    case.value_cache[at // page, at % page] = math.nan
+    assert rows == len(slots)
+    where = (case.key_cache, case.value_cache, at.int(), case.block_table, case.cu_q, case.starts)
+    return (case.query, key, value, *where, case.scale, case.window, case.softcap, case.sinks), full, answer
+
+
+def test_one_call_writes_and_attends(ops: NativeOps) -> None:
+    """All rows write before any row reads."""
+    arguments, keys, answer = step(ops, mixed())
+    assert torch.equal(ops.write_and_attend(*arguments), answer)
+    assert torch.equal(arguments[3].nan_to_num(7.0), keys.nan_to_num(7.0))
+
+
+def test_the_ops_survive_torch_compile(ops: NativeOps) -> None:
+    """Traced with fake tensors into one graph, with the caches changed in place; schemas and fakes agree with the kernels."""
+    arguments, _, answer = step(ops, mixed())
+    scaled = torch.compile(lambda *a: ops.write_and_attend(*a) * 2, backend="aot_eager", fullgraph=True)
+    assert torch.equal(scaled(*arguments), answer * 2)
+    assert not arguments[3][arguments[5] // 16, arguments[5] % 16].isnan().any()
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.paged_attention, (arguments[0], *arguments[3:5], *arguments[6:]), test_utils=utils)
+    torch.library.opcheck(ops.write_and_attend, arguments, test_utils=utils)
+    torch.library.opcheck(ops.write_kv, arguments[1:6], test_utils=utils)
+    torch.library.opcheck(ops.greatest, (torch.randn(3, 50),), test_utils=utils)
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("columns", [1, 3, 16, 65, 1000, 5003])
+def test_the_greatest_of_a_row_is_what_torch_says(ops: NativeOps, level: str, dtype: torch.dtype, columns: int) -> None:
+    """The first of equals wins; infinities are numbers; a NaN is found and reported as such."""
+    rows = torch.randn(6, columns).to(dtype)
+    rows[1] = -math.inf
+    rows[2, columns // 2] = math.nan
+    rows[3, columns // 3] = math.inf
+    rows[4] = 1.0
+    wide = torch.zeros(6, columns + 3, dtype=dtype)
+    wide[:, :columns] = rows
+    with ops.at_level(level):
+        values, places = ops.greatest(wide[:, :columns])
+    expected = rows.max(-1)
+    assert torch.equal(places, rows.float().argmax(-1))
+    torch.testing.assert_close(values, expected.values.float(), equal_nan=True, rtol=0, atol=0)
+
+
+def test_wrong_arguments_are_refused_with_a_reason(ops: NativeOps) -> None:
+    """A table that points outside the cache, or too few blocks, is an error and not a crash."""
+    case = mixed()
+    names = Case.__slots__
+
+    def call(**changes: object) -> Tensor:
+        return ops.paged_attention(*(changes.get(name, getattr(case, name)) for name in names))
+
+    with pytest.raises(RuntimeError, match="not one of the"):
+        call(block_table=case.block_table + 10_000)
+    with pytest.raises(RuntimeError, match="its block table reaches"):
+        call(block_table=case.block_table[:, :3].contiguous())
+    with pytest.raises(RuntimeError, match="int32"):
+        call(starts=case.starts.long())
+    with pytest.raises(RuntimeError, match="cannot share"):
+        call(query=case.query[:, :5])
+    with pytest.raises(RuntimeError, match="float32, bfloat16 or float16"):
+        call(query=case.query.double())
+    with pytest.raises(RuntimeError, match="must be contiguous"):
+        call(key_cache=case.key_cache.transpose(1, 2))
+    key = torch.zeros(1, *case.key_cache.shape[2:])
+    with pytest.raises(RuntimeError, match="outside the"):
+        ops.write_kv(key, key, case.key_cache, case.value_cache, torch.tensor([1_000_000]))

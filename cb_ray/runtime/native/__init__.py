@@ -1,4 +1,4 @@
-"""Kernels in C++ for models on a CPU: paged attention, writing KV, argmax of logits.
+"""Kernels in C++ for models on a CPU: paged attention, writing KV, the greatest logits.
 
 Owns the sources beside this file, compiling them once into the user's cache, and the torch ops `cb_ray::*` with their fake
 implementations. May not know models, requests or which backend is in use.

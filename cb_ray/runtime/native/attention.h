@@ -61,8 +61,9 @@ struct Kernels {
   void (*run)(const Attention&, const Job&, int begin, int end, float* partials, char* scratch);
   // Fold the partials of all chunks, in order, and write the answer.
   void (*finish)(const Attention&, const Job&, float* partials, char* scratch);
-  // out[r] = the first index of the greatest of row r's `columns` numbers. NaN counts as greatest, as in torch.argmax.
-  void (*argmax)(const void* rows, Type type, int64_t stride, int64_t columns, int64_t begin, int64_t end, int64_t* out);
+  // The greatest of each row's `columns` numbers, and where it first stands. NaN counts as greatest, as in torch.max.
+  void (*greatest)(const void* rows, Type type, int64_t stride, int64_t columns, int64_t begin, int64_t end, float* values,
+                   int64_t* places);
 };
 
 constexpr int kStreamRows = 7;  // up to so many query rows per kv head, keys go in lanes; above, queries do

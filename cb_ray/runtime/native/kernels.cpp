@@ -1,6 +1,6 @@
 // The kernels of one dispatch level. Compiled several times, each with other machine flags and its own LEVEL name.
 //
-// Owns: which kernel a cache type and a query type get, and argmax. May not know: torch, threads, where a batch came from.
+// Owns: which kernel a cache type and a query type get, and the greatest of a row. May not know: torch, threads, where a batch came from.
 #include "attention.h"
 
 #if defined(__AVX2__) || defined(__AVX512F__)
@@ -63,15 +63,17 @@ void finish(const Attention& a, const Job& j, float* partials, char* memory) {
   else write_stream(a, j, whole);
 }
 
+template <class T>
+float number_at(const T* at) {
+  T one[W] = {*at};
+  float lanes[W];
+  store(lanes, load(one));
+  return lanes[0];
+}
+
 // Two passes: the greatest of the row, four vectors at a time, then the first place where it stands.
 template <class T>
-int64_t argmax_row(const T* row, int64_t columns) {
-  const auto number = [row](int64_t i) {
-    T one[W] = {row[i]};
-    float lanes[W];
-    store(lanes, load(one));
-    return lanes[0];
-  };
+int64_t greatest_of(const T* row, int64_t columns, float* value) {
   const F lowest = set1(-__builtin_inff());
   F best[4] = {lowest, lowest, lowest, lowest}, broken = zero();
   int64_t i = 0;
@@ -85,13 +87,14 @@ int64_t argmax_row(const T* row, int64_t columns) {
   float highest = top(max(max(best[0], best[1]), max(best[2], best[3])));
   bool usual = sum(broken) == 0.0f;  // neither NaN nor infinite so far
   for (; i < columns; i++) {
-    const float x = number(i);
+    const float x = number_at(row + i);
     usual = usual && x - x == 0.0f;
     highest = x > highest ? x : highest;
   }
   if (!usual)
     for (i = 0; i < columns; i++)
-      if (number(i) != number(i)) return i;
+      if ((*value = number_at(row + i)) != *value) return i;
+  *value = highest;
   for (i = 0; i + W <= columns; i += W) {
     float lanes[W];
     const F x = load(row + i);
@@ -101,15 +104,16 @@ int64_t argmax_row(const T* row, int64_t columns) {
       if (lanes[k] == highest) return i + k;
   }
   for (; i < columns; i++)
-    if (number(i) == highest) return i;
+    if (number_at(row + i) == highest) return i;
   return 0;
 }
 
-void argmax(const void* rows, Type type, int64_t stride, int64_t columns, int64_t begin, int64_t end, int64_t* out) {
+void greatest(const void* rows, Type type, int64_t stride, int64_t columns, int64_t begin, int64_t end, float* values,
+              int64_t* places) {
   for (int64_t r = begin; r < end; r++) {
-    if (type == Type::f32) out[r] = argmax_row((const float*)rows + r * stride, columns);
-    if (type == Type::bf16) out[r] = argmax_row((const bf16*)rows + r * stride, columns);
-    if (type == Type::f16) out[r] = argmax_row((const f16*)rows + r * stride, columns);
+    if (type == Type::f32) places[r] = greatest_of((const float*)rows + r * stride, columns, values + r);
+    if (type == Type::bf16) places[r] = greatest_of((const bf16*)rows + r * stride, columns, values + r);
+    if (type == Type::f16) places[r] = greatest_of((const f16*)rows + r * stride, columns, values + r);
   }
 }
 
@@ -117,6 +121,6 @@ void argmax(const void* rows, Type type, int64_t stride, int64_t columns, int64_
 }  // namespace LEVEL
 
 extern const Kernels SYMBOL(LEVEL);
-const Kernels SYMBOL(LEVEL) = {NAME(LEVEL), LEVEL::scratch, LEVEL::run, LEVEL::finish, LEVEL::argmax};
+const Kernels SYMBOL(LEVEL) = {NAME(LEVEL), LEVEL::scratch, LEVEL::run, LEVEL::finish, LEVEL::greatest};
 
 }  // namespace cb_ray

@@ -55,8 +55,9 @@ class NativeOps:
     write_and_attend: Callable[..., Tensor]
     """(query, key, value, key_cache, value_cache, slots, block_table, cu_q, starts, scale, window, softcap, sinks): both."""
 
-    argmax: Callable[[Tensor], Tensor]
-    """(logits [rows, vocabulary]) -> int64 [rows], the first of equals, as torch.argmax; no float copy is made."""
+    greatest: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """(logits [rows, vocabulary]) -> (float32 [rows], int64 [rows]): the greatest of each row and the first place where it
+    stands, as `logits.max(-1)`, NaN included; no float copy of the logits is made."""
 
     @property
     def level(self) -> str:
@@ -102,7 +103,7 @@ def _ops(path: Path) -> NativeOps:
         paged_attention=here.paged_attention.default,
         write_kv=here.write_kv.default,
         write_and_attend=here.write_and_attend.default,
-        argmax=here.argmax.default,
+        greatest=here.greatest.default,
     )
 
 
@@ -126,6 +127,7 @@ def _register_fakes() -> None:
     def _(query, key, value, key_cache, value_cache, slots, block_table, cu_q, starts, scale, window, softcap, sinks):
         return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
 
-    @torch.library.register_fake("cb_ray::argmax")
+    @torch.library.register_fake("cb_ray::greatest")
     def _(logits):
-        return logits.new_empty(logits.shape[0], dtype=torch.int64)
+        rows = logits.shape[0]
+        return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.int64)

@@ -5,9 +5,11 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "levels.h"
@@ -205,23 +207,28 @@ Tensor write_and_attend(const Tensor& query, const Tensor& key, const Tensor& va
   return paged_attention(query, key_cache, value_cache, block_table, cu_q, starts, scale, window, softcap, sinks);
 }
 
-Tensor argmax(const Tensor& logits) {
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, "cb_ray: logits must be [rows, vocabulary]");
-  if (logits.size(1) > 1 && logits.stride(1) != 1) return argmax(torch::stable::contiguous(logits));
-  const int64_t rows = logits.size(0), columns = logits.size(1), sizes[] = {rows}, strides[] = {1};
+Tensor empty_vector(int64_t size, int32_t dtype) {
+  const int64_t stride = 1;
   AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(1, sizes, strides, aoti_torch_dtype_int64(), aoti_torch_device_type_cpu(), 0, &made));
-  Tensor out(made);
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, dtype, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
+std::tuple<Tensor, Tensor> greatest(const Tensor& logits) {
+  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, "cb_ray: logits must be [rows, vocabulary]");
+  if (logits.size(1) > 1 && logits.stride(1) != 1) return greatest(torch::stable::contiguous(logits));
+  const int64_t rows = logits.size(0), columns = logits.size(1), stride = logits.stride(0);
+  Tensor values = empty_vector(rows, aoti_torch_dtype_float32()), places = empty_vector(rows, aoti_torch_dtype_int64());
   const Kernels& level = kernels();
   const Type type = type_of(logits, "logits");
   const void* from = logits.data_ptr();
-  int64_t* to = static_cast<int64_t*>(out.data_ptr());
-  const auto search = [&](int64_t begin, int64_t end) { level.argmax(from, type, logits.stride(0), columns, begin, end, to); };
+  float* to = static_cast<float*>(values.data_ptr());
+  int64_t* at = static_cast<int64_t*>(places.data_ptr());
+  const auto search = [&](int64_t begin, int64_t end) { level.greatest(from, type, stride, columns, begin, end, to, at); };
   const int64_t grain = std::max<int64_t>(1, (1 << 17) / columns);
   if (rows <= grain) search(0, rows);
   else torch::stable::parallel_for(0, rows, grain, search);
-  return out;
+  return {values, places};
 }
 
 }  // namespace
@@ -235,12 +242,12 @@ STABLE_TORCH_LIBRARY(cb_ray, m) {
   m.def(
       "write_and_attend(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots, "
       "Tensor block_table, Tensor cu_q, Tensor starts, float scale, int window, float softcap, Tensor? sinks) -> Tensor");
-  m.def("argmax(Tensor logits) -> Tensor");
+  m.def("greatest(Tensor logits) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(cb_ray, CPU, m) {
   m.impl("paged_attention", TORCH_BOX(&cb_ray::paged_attention));
   m.impl("write_kv", TORCH_BOX(&cb_ray::write_kv));
   m.impl("write_and_attend", TORCH_BOX(&cb_ray::write_and_attend));
-  m.impl("argmax", TORCH_BOX(&cb_ray::argmax));
+  m.impl("greatest", TORCH_BOX(&cb_ray::greatest));
 }

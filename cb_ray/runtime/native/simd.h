@@ -226,7 +226,6 @@ static inline uint32_t bits_of(float x) {
   __builtin_memcpy(&bits, &x, 4);
   return bits;
 }
-static inline float widen(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
 static inline float widen(f16 x) {  // shift the exponent into place, then let a multiplication rebias it, subnormals included
   const uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13, sign = uint32_t(x.bits & 0x8000) << 16;
   if (magnitude >= 0x0f800000) return from_bits(sign | 0x7f800000 | magnitude);
@@ -246,7 +245,11 @@ static inline f16 narrow_f16(float x) {
   const uint32_t bits = bits_of(magnitude);
   return f16{uint16_t(sign | ((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13))};
 }
-static inline F load(const bf16* p) { return F{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])}; }
+static inline F load(const bf16* p) {
+  typedef uint16_t H __attribute__((vector_size(8), aligned(2), may_alias));
+  typedef uint32_t U __attribute__((vector_size(16)));
+  return (F)(__builtin_convertvector(*(const H*)p, U) << 16);
+}
 static inline F load(const f16* p) { return F{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])}; }
 static inline void store(bf16* p, F x) {
   for (int i = 0; i < W; i++) p[i] = narrow_bf16(x[i]);
