@@ -6,7 +6,9 @@ Owns `RateMeter` (seconds per prefill and decode token, fitted to what engines r
 
 from __future__ import annotations
 
+import heapq
 import random
+from collections.abc import Sequence
 
 from .loads import Rates
 
@@ -14,7 +16,7 @@ from .loads import Rates
 class RateMeter:
     """Fits busy_seconds ≈ a · prefill_tokens + b · decode_tokens over the recent past, by least squares that forgets.
 
-    A prior of a few seconds' weight keeps both prices positive and defined while only one kind of token has been seen.
+    A prior that a few beats outweigh keeps both prices positive and defined while only one kind of token has been seen.
     """
 
     def __init__(self, prior: Rates | None = None, forget: float = 0.98) -> None:
@@ -39,7 +41,7 @@ class RateMeter:
 
     def _solve(self) -> Rates:
         p, d = self._prior
-        weight = 0.01
+        weight = 0.001
         pp, dd, pd = self._pp + weight * p * p, self._dd + weight * d * d, self._pd
         pt, dt = self._pt + weight * p, self._dt + weight * d
         det = pp * dd - pd * pd
@@ -70,26 +72,26 @@ class LengthMeter:
 
 
 class ReturnPacer:
-    """Tells refused callers when to come back: one after the other, at the pace at which places are expected to free up.
+    """Tells refused callers when to come back: each one is promised the next place that nobody was promised yet.
 
-        places free up      ·     ·     ·     ·     ·        every `interval` seconds
-        refused callers     1st   2nd   3rd   …              each is promised the next one
+        places free up      ·  ·   ·    ·    ·    ·    ·     when running requests end, then one every `interval` seconds
+        refused callers     1st 2nd 3rd …
 
-    Promising everybody the same moment would only move the crowd. Promises reach at most `horizon` seconds ahead, so callers
-    that never return cannot push the others off for ever. Times are jittered by a tenth, from a seeded generator.
+    Promising everybody the same moment would only move the crowd. A promise is forgotten when its time has come, whether the
+    caller came or not, so callers that never return do not push the others off for ever. Times are jittered by a tenth.
     """
 
     def __init__(self, seed: int = 0, shortest_s: float = 0.05, longest_s: float = 60.0) -> None:
         self._random = random.Random(seed)
         self._shortest, self._longest = shortest_s, longest_s
-        self._last = 0.0
+        self._promised: list[float] = []  # a heap of times that have not come yet
 
-    def next_return(self, now: float, interval: float, horizon: float) -> float:
-        """Seconds from `now` until the next unpromised place is expected to be free."""
-        at = max(now, self._last) + interval
-        if at > now + max(horizon, interval):
-            at = now + interval + self._random.random() * max(0.0, horizon - interval)
-        else:
-            self._last = at
-        wait = (at - now) * (1 + self._random.uniform(-0.1, 0.1))
-        return min(self._longest, max(self._shortest, wait))
+    def next_return(self, now: float, ends: Sequence[float], interval: float) -> float:
+        """Seconds from `now` until an unpromised place should be free. `ends`: seconds until each running request ends, sorted."""
+        while self._promised and self._promised[0] <= now:
+            heapq.heappop(self._promised)
+        ahead = len(self._promised)
+        wait = ends[ahead] if ahead < len(ends) else (ends[-1] if ends else 0.0) + (ahead - len(ends) + 1) * interval
+        wait = min(self._longest, max(self._shortest, wait * (1 + self._random.uniform(0.0, 0.1))))
+        heapq.heappush(self._promised, now + wait)
+        return wait

@@ -10,9 +10,10 @@ one). May know nothing but the values beside it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .loads import Ask, Work
+from .loads import Ask, Rates, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ class Lease:
     granted_at: float
     prefill: int
     decode: int
+    as_of: float  # when `prefill` and `decode` were true
     confirmed: bool = False
 
 
@@ -133,7 +135,7 @@ class Replica:
             self.unconfirmed_tokens -= lease.prefill
         self.stalled = min(self.stalled, self.taken)
 
-    def progress(self, lease: Lease, emitted: int, decode: int) -> None:
+    def progress(self, now: float, lease: Lease, emitted: int, decode: int) -> None:
         """The engine has the request and emitted so many tokens; `decode` more are expected."""
         if not lease.confirmed:
             lease.confirmed = True
@@ -142,4 +144,10 @@ class Replica:
             self.owed_prefill -= lease.prefill
             lease.prefill = 0
         self.owed_decode += decode - lease.decode
-        lease.decode = decode
+        lease.decode, lease.as_of = decode, now
+
+    def ends(self, now: float, rates: Rates) -> Iterator[float]:
+        """Seconds until each request here should end, when all of them share the replica's time equally."""
+        sharing = self.taken
+        for lease in self.leases.values():
+            yield max(0.0, sharing * rates.seconds(lease.prefill, lease.decode) - (now - lease.as_of))

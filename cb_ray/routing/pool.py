@@ -93,6 +93,9 @@ class _Place:
     holder: str
 
 
+_ENDS_AGE_S = 0.05  # under a storm of refusals, when places free up is worked out this often and not for each of them
+
+
 class Pool:
     """See the module. Every public method is one transition; `deadline` is when `tick` is due at the latest."""
 
@@ -110,6 +113,8 @@ class Pool:
         self._no_replica_since: float | None = None
         self._rates, self._lengths, self._pacer = RateMeter(), LengthMeter(), ReturnPacer(seed)
         self._seconds_per_request = 0.0
+        self._ends: list[float] = []  # seconds until each running request should end, as of …
+        self._ends_at = -math.inf
         self.counters: dict[str, int] = dict.fromkeys(
             ("granted", "queued", "refused", "expired", "reaped", "abandoned", "rejected"), 0
         )
@@ -177,7 +182,7 @@ class Pool:
             replica.abandoned.discard(request_id)
             ask = Ask(ticket=ticket, request_id=request_id, holder=holder)
             decode = self._lengths.expect(None)
-            lease = Lease(ask=ask, replica=name, granted_at=now, prefill=0, decode=decode, confirmed=True)
+            lease = Lease(ask=ask, replica=name, granted_at=now, prefill=0, decode=decode, as_of=now, confirmed=True)
             replica.take(lease)
             self._lease_at[ticket] = name
 
@@ -323,8 +328,10 @@ class Pool:
 
     def _refuse(self, now: float, ticket: str) -> Refused:
         self.counters["refused"] += 1
-        interval = self._service_s() / max(1, len(self._replicas))
-        wait = self._pacer.next_return(now, interval, horizon=2 * self.owed_s() / max(1, len(self._replicas)))
+        if now - self._ends_at >= _ENDS_AGE_S:
+            self._ends_at = now
+            self._ends = sorted(end for replica in self._replicas.values() for end in replica.ends(now, self.rates))
+        wait = self._pacer.next_return(now, self._ends, self._service_s() / max(1, len(self._replicas)))
         waiting = self._num_waiting() + len(self._places)
         return Refused(ticket=ticket, waiting=waiting, limit=self.limits.max_queue_size, retry_after_s=wait)
 
@@ -361,7 +368,7 @@ class Pool:
     def _grant(self, now: float, waiting: Waiting, decision: RoutingDecision) -> Granted:
         ask, name = waiting.ask, decision.order[0]
         prefill, decode = ask.num_tokens - decision.cached_tokens, self._lengths.expect(ask.max_new_tokens)
-        self._replicas[name].take(Lease(ask=ask, replica=name, granted_at=now, prefill=prefill, decode=decode))
+        self._replicas[name].take(Lease(ask=ask, replica=name, granted_at=now, prefill=prefill, decode=decode, as_of=now))
         self._lease_at[ask.ticket] = name
         self._index.add(name, ask.digests)
         seconds = self.rates.seconds(prefill, decode)
@@ -402,7 +409,7 @@ class Pool:
                 leased.add(request_id)
                 fresh += not lease.confirmed
                 emitted = live[request_id]
-                replica.progress(lease, emitted, self._lengths.expect(lease.ask.max_new_tokens, emitted))
+                replica.progress(now, lease, emitted, self._lengths.expect(lease.ask.max_new_tokens, emitted))
             elif lease.confirmed or request_id in ended:
                 self._drop_lease(ticket)
         replica.strays = {name: replica.strays.get(name, now) for name in live if name not in leased}
@@ -431,9 +438,7 @@ class Pool:
                 self._line.remove(waiting.ask.ticket)
                 self.counters["expired"] += 1
                 reason = "no_replica" if cold else "holder_gone"
-                yield Expired(
-                    ticket=waiting.ask.ticket, holder=waiting.ask.holder, waited_s=now - waiting.since, reason=reason
-                )
+                yield Expired(ticket=waiting.ask.ticket, holder=waiting.ask.holder, waited_s=now - waiting.since, reason=reason)
 
     def _drop_lease(self, ticket: str) -> None:
         self._replicas[self._lease_at.pop(ticket)].drop(ticket)
