@@ -5,6 +5,7 @@ Owns its request fields and the shape of its answers and stream events. Knows th
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -12,8 +13,9 @@ from pydantic import Discriminator, Field, Tag
 
 from ..errors import InvalidRequestError
 from ..messages import GenerateRequest
-from ..text.chat import chat_token_ids
+from ..text.chat import can_call_tools, chat_token_ids
 from ..text.detokenizer import TextDelta, TextStream, TokenInfo
+from ..text.tools import FoundCall, ToolCallFinder
 from .generation import Choice, Written
 from .openai import (
     MAX_LOGPROBS,
@@ -96,9 +98,9 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] | None = Field(None, description="Only with tool_choice none.")
-    tool_choice: Any = Field(None, description="Only none, or auto without tools.")
-    parallel_tool_calls: bool | None = None
+    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: Any = Field(None, description="none or auto.")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer.")
     response_format: ResponseFormat | None = Field(None, description="Only text.")
     metadata: dict[str, str] | None = Field(None, description="Accepted; changes nothing.")
     store: bool | None = Field(None, description="Accepted; nothing is stored.")
@@ -126,6 +128,11 @@ class ChatBody(GenerationBody):
     def limit(self) -> int | None:
         """The most tokens of one answer. With both names given the smaller holds."""
         return min((value for value in (self.max_tokens, self.max_completion_tokens) if value is not None), default=None)
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the model is shown."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def num_logprobs(self) -> int | None:
@@ -157,9 +164,22 @@ def check_chat(body: ChatBody, model: ServedModel) -> None:
         )
     if body.reasoning_effort is not None and "reasoning_effort" not in (model.codec.chat_template or ""):
         raise InvalidRequestError("this model has no reasoning_effort; leave it out", param="reasoning_effort")
-    if body.tool_choice not in (None, "none", "auto") or (body.tools and body.tool_choice != "none"):
-        param = "tools" if body.tool_choice in (None, "auto") else "tool_choice"
-        raise InvalidRequestError("this server cannot call tools; leave them out or set tool_choice to 'none'", param=param)
+    _check_tools(body, model)
+
+
+def _check_tools(body: ChatBody, model: ServedModel) -> None:
+    choice = body.tool_choice
+    names = {tool.function.name for tool in body.tools or ()}
+    if choice not in (None, "none", "auto"):
+        known = choice == "required" or (isinstance(choice, dict) and (choice.get("function") or {}).get("name") in names)
+        why = "forced calls are not supported by this server" if known and names else "names no function of tools"
+        raise InvalidRequestError(f"tool_choice {_shown(choice)}: {why}; use 'auto' or 'none'", param="tool_choice")
+    if body.callable_tools and not can_call_tools(model.codec):
+        raise InvalidRequestError("this model writes tool calls in a form that this server cannot read", param="tools")
+
+
+def _shown(choice: Any) -> str:
+    return repr(choice)[:80]
 
 
 def tokenize_chat(body: ChatBody, model: ServedModel) -> list[int]:
@@ -170,6 +190,7 @@ def tokenize_chat(body: ChatBody, model: ServedModel) -> list[int]:
     ids = chat_token_ids(
         model.codec,
         messages,
+        tools=[tool.model_dump(exclude_none=True) for tool in body.callable_tools],
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs={**extra, **(body.chat_template_kwargs or {})},
@@ -214,21 +235,40 @@ class ChatReply(Reply):
     def __init__(self, head: ReplyHead, body: ChatBody, model: ServedModel, choices: Sequence[Choice]) -> None:
         super().__init__(head, choices, include_usage=body.include_usage, running_usage=body.running_usage)
         self._model, self._body = model, body
-        self._begun: set[int] = set()
+        self._finders: dict[int, ToolCallFinder] = {}
 
     def events(self, choice: Choice, delta: TextDelta) -> Iterable[dict[str, Any]]:
-        if choice.index not in self._begun:
-            self._begun.add(choice.index)
+        if choice.index not in self._finders:
+            self._finders[choice.index] = self._finder()
             yield self._piece(choice, {"role": "assistant", "content": ""})
-        if delta.text or delta.tokens:
-            yield self._piece(choice, {"content": delta.text}, self._logprobs(delta.tokens))
+        finder = self._finders[choice.index]
+        before = finder.num_calls
+        pieces = finder.push(delta.text) + (finder.finish() if delta.finish_reason else [])
+        logprobs = self._logprobs(delta.tokens)
+        for piece in pieces or ([""] if delta.tokens else []):
+            if isinstance(piece, FoundCall):
+                yield self._piece(choice, {"tool_calls": [{"index": before, **_call(piece)}]}, logprobs)
+                before += 1
+            else:
+                yield self._piece(choice, {"content": piece}, logprobs)
+            logprobs = None if logprobs is None else self._logprobs(())  # each entry once
         if delta.finish_reason:
-            yield self._piece(choice, {}, reason=delta.finish_reason)
+            yield self._piece(choice, {}, reason=_reason(delta.finish_reason, finder))
 
     def whole(self, choice: Choice, written: Written) -> dict[str, Any]:
-        message = {"role": "assistant", "content": written.text, "refusal": None}
-        logprobs = self._logprobs(written.tokens)
-        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": written.finish_reason}
+        finder = self._finder()
+        pieces = finder.push(written.text) + finder.finish()
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        calls = [_call(piece) for piece in pieces if isinstance(piece, FoundCall)]
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        reason = _reason(written.finish_reason, finder)
+        return {"index": choice.index, "message": message, "logprobs": self._logprobs(written.tokens), "finish_reason": reason}
+
+    def _finder(self) -> ToolCallFinder:
+        names = [tool.function.name for tool in self._body.callable_tools]
+        return ToolCallFinder(names, single=self._body.parallel_tool_calls is False)
 
     @staticmethod
     def _piece(choice: Choice, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
@@ -247,3 +287,12 @@ class ChatReply(Reply):
         codec = self._model.codec
         value = plain_logprob(logprob)
         return {"token": codec.token_text(token_id), "logprob": value, "bytes": list(codec.token_bytes(token_id))}
+
+
+def _call(found: FoundCall) -> dict[str, Any]:
+    function = {"name": found.name, "arguments": found.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _reason(reason: str | None, finder: ToolCallFinder) -> str | None:
+    return "tool_calls" if reason == "stop" and finder.num_calls else reason

@@ -80,7 +80,7 @@ class ServedModel:
             return
         if num_tokens >= limit:
             raise InvalidRequestError(
-                f"this model's maximum context length is {limit} tokens, and the {param} has at least {num_tokens}; shorten it",
+                f"this model's maximum context length is {limit} tokens, but the {param} made {num_tokens} or more; shorten it",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ..errors import InvalidRequestError
 from ..text.chat import chat_token_ids
-from .chat_dialect import ChatMessage, num_chars
+from .chat_dialect import ChatMessage, Tool, num_chars
 from .openai import StrictModel, TokenId
 from .served_model import ServedModel
 
@@ -23,6 +23,7 @@ class TokenizeBody(StrictModel):
     prompt: str | None = None
     content: str | None = Field(None, description="Another name of prompt.")
     messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = Field(None, description="For a conversation: as in a chat.")
     add_special_tokens: bool | None = Field(None, description="For a text: true by default.")
     add_special: bool | None = Field(None, description="Another name of add_special_tokens.")
     add_generation_prompt: bool | None = Field(None, description="For a conversation: true by default.")
@@ -53,6 +54,7 @@ def tokenize(body: TokenizeBody, model: ServedModel) -> dict[str, Any]:
         ids = chat_token_ids(
             model.codec,
             [message.model_dump(exclude_none=True) for message in body.messages],
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),
             template_kwargs=body.chat_template_kwargs,

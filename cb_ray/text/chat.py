@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import InvalidRequestError
 from .codec import TextCodec
+from .tools import OPEN, spell_out
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -59,7 +60,8 @@ def render_chat(
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of a conversation. `tools` are in OpenAI's shape ({"type": "function", "function": {...}}).
+    """The text of a conversation. `tools` are in OpenAI's shape ({"type": "function", "function": {...}}); a template that
+    knows nothing of tools gets them, and calls made earlier, as text in its turns.
 
     Raises InvalidRequestError when the model has no chat template, when the template refuses the messages, and for content
     that is not text.
@@ -70,6 +72,8 @@ def render_chat(
     turns = [_turn(message, f"messages[{index}]", template) for index, message in enumerate(messages)]
     if not turns:
         raise InvalidRequestError("messages must hold at least one message, got an empty list", param="messages")
+    if not knows_tools(codec):
+        turns, tools = spell_out(turns, tools), ()
     if continue_final_message and add_generation_prompt:
         raise InvalidRequestError(
             "continue_final_message goes on with the last message, so add_generation_prompt must be false",
@@ -97,6 +101,11 @@ def render_chat(
 def knows_tools(codec: TextCodec) -> bool:
     """Whether the model's chat template shows tools to the model."""
     return "tools" in (codec.chat_template or "")
+
+
+def can_call_tools(codec: TextCodec) -> bool:
+    """Whether calls that the model writes can be found: its template writes them as `<tool_call>`, or we told it to."""
+    return not knows_tools(codec) or OPEN in (codec.chat_template or "")
 
 
 def _turn(message: Message, where: str, template: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class FakeSource:
     def _chunks(self, request: GenerateRequest) -> Iterator[TokenChunk]:
         sampling = request.sampling
         tokens = [*self.codec.encode(self.says), *([] if sampling.ignore_eos else [EOS])]
-        limit = CONTEXT - len(request.token_ids) if request.max_new_tokens is None else request.max_new_tokens
+        limit = 1000 if request.max_new_tokens is None else request.max_new_tokens
         tokens = (tokens * (limit // len(tokens) + 1) if sampling.ignore_eos else tokens)[:limit]
         groups = [[token] for token in tokens] if request.stream else [tokens]
         for number, group in enumerate(groups):
