@@ -9,7 +9,6 @@ config's class is a subclass of its own, in which that one attribute is a proper
 
 from __future__ import annotations
 
-import copyreg
 import threading
 from typing import Any
 
@@ -63,7 +62,7 @@ def _asking_who(base: type, names: dict[int, str]) -> type:
         config.__dict__[_FIELD] = value
 
     def reduce(config: Any, protocol: Any) -> Any:
-        return copyreg.__newobj__, (base,), config.__dict__.copy()  # type: ignore[attr-defined]
+        return _remake, (base, config.__dict__.copy())
 
     members = {
         _FIELD: property(get, put),
@@ -75,6 +74,12 @@ def _asking_who(base: type, names: dict[int, str]) -> type:
         "__doc__": base.__doc__,
     }
     return type(base.__name__, (base,), members)
+
+
+def _remake(base: type, contents: dict[str, Any]) -> Any:
+    config: Any = object.__new__(base)
+    config.__dict__.update(contents)
+    return config
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
