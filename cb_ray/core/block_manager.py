@@ -280,9 +280,13 @@ class BlockManager:
         self._pools[0].tracks_names = True
 
     def take_names(self) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-        """(added, forgotten) page names since the last call, as (weights version, digest), of the first group."""
+        """(added, forgotten) page names since the last call, as (weights version, digest), of the first group.
+
+        Only what is so now: a page that came and went in between is in neither list, whichever came last.
+        """
         pool = self._pools[0]
-        added, forgotten = pool.named_since, pool.forgotten_since
+        added = [name for name in dict.fromkeys(pool.named_since) if pool.find(name) is not None]
+        forgotten = [name for name in dict.fromkeys(pool.forgotten_since) if pool.find(name) is None]
         pool.named_since, pool.forgotten_since = [], []
         return added, forgotten  # type: ignore[return-value]
 

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import CbRayError, EngineStoppedError
 from ..messages import EngineStats, GenerateRequest, RequestStatus, TokenChunk, Usage
 from .gates import PauseGate, StopGate, StopLevel
-from .mailbox import Add, Cancel, Inbox, Message, NewWeights, Outbox
+from .mailbox import Add, Cancel, Inbox, Message, NewWeights, Outbox, PageNames
 from .parts import Core, Runner
 
 logger = logging.getLogger(__name__)
@@ -36,11 +36,13 @@ class EngineLoop:
         stop: StopGate,
         pause: PauseGate,
         clock: Callable[[], float],
+        pages: PageNames | None = None,
     ) -> None:
         self._core, self._runner = core, runner
         self._inbox, self._outbox = inbox, outbox
         self._stop, self._pause = stop, pause
         self._clock = clock
+        self._pages = pages
         self._tickets: deque[Any] = deque()
         self._stats_due = 0.0
         self.stats: EngineStats = core.stats()
@@ -138,6 +140,8 @@ class EngineLoop:
     def _publish(self, now: float, *, idle: bool) -> None:
         self.stats = self._core.stats()
         self._stats_due = now + STATS_INTERVAL
+        if self._pages is not None:
+            self._pages.put(self._core.weights_version, *self._core.take_names())
         if idle:
             self._inbox.settle(self._core.num_waiting)
 

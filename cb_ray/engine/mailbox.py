@@ -1,7 +1,8 @@
 """Everything that passes between the engine thread and the others. With `gates.py`, the only place with locks.
 
 Owns `Inbox` (any thread → engine), `Outbox` (engine → whoever listens), `Results` (the shared line of outputs), `Mailbox` (one
-reader's chunks) and `Bell` (one event loop's wake-up). Knows requests and chunks as values; knows no model and no scheduler.
+reader's chunks), `Bell` (one event loop's wake-up) and `PageNames` (what the prefix cache holds, for a router). Knows requests and
+chunks as values; knows no model and no scheduler.
 
     add, cancel, … ──▶ Inbox ──▶ engine thread ──▶ Outbox ─┬─▶ Mailbox   chunks, merged when the reader is late
                                                            ├─▶ handler   outputs, on the event loop that registered it
@@ -528,3 +529,46 @@ class Outbox:
             names = [name for name, address in self._live.items() if address.in_line]
         failed = RequestStatus.FAILED
         self.post([TokenChunk(request_id=name, status=failed, finish_reason="failed", error=error) for name in names])
+
+
+# ---- engine -> router -------------------------------------------------------------------------------------------------------
+
+
+class PageNames:
+    """Which prefixes the cache holds under the present weights, kept by the engine thread and read by whoever routes to it.
+
+    Names of older weights are never matched again, so they are not told.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._version = 0
+        self._held: set[bytes] = set()
+        self._changed: dict[bytes, bool] = {}  # digest -> held, since the last `take`
+
+    def clear(self) -> None:
+        """The cache is a new one, and empty."""
+        with self._lock:
+            self._changed = dict.fromkeys(self._held, False)
+            self._held.clear()
+
+    def put(self, version: int, added: Iterable[tuple[int, bytes]], forgotten: Iterable[tuple[int, bytes]]) -> None:
+        """For the engine thread: names (weights version, digest) that are found now and before were not, and the reverse."""
+        with self._lock:
+            if version != self._version:
+                self._version = version
+                self._held.clear()
+                self._changed.clear()
+            for held, names in ((False, forgotten), (True, added)):
+                for of_version, digest in names:
+                    if of_version == version:
+                        (self._held.add if held else self._held.discard)(digest)
+                        self._changed[digest] = held
+
+    def take(self, full: bool = False) -> tuple[list[bytes], list[bytes]]:
+        """Digests (added, forgotten) since the last call; with `full`, (all that are held, none)."""
+        with self._lock:
+            changed, self._changed = self._changed, {}
+            if full:
+                return list(self._held), []
+            return [name for name, held in changed.items() if held], [name for name, held in changed.items() if not held]

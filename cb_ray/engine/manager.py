@@ -26,7 +26,7 @@ from ..messages import EngineStats, GenerateRequest, GenerationOutput, TokenChun
 from .gates import PauseGate, StopGate, StopLevel, turnstile
 from .intake import Intake, plain_ids
 from .loop import EngineLoop
-from .mailbox import Callback, DropCache, Inbox, Mailbox, NewWeights, Outbox, Results
+from .mailbox import Callback, DropCache, Inbox, Mailbox, NewWeights, Outbox, PageNames, Results
 from .outputs import OutputRecord
 from .parts import Build, EngineParts
 from .sampling_config import SamplingPolicy
@@ -89,6 +89,7 @@ class ContinuousBatchingManager:
         self._life = turnstile()
         self._destroyed = False
         self._session: _Session | None = None
+        self._pages: PageNames | None = None
         self._parts: EngineParts | None = self._build()
         self.facts: EngineFacts = self._parts.facts
         self._results = Results()
@@ -149,6 +150,16 @@ class ContinuousBatchingManager:
         session = self._session
         return session is not None and session.thread.is_alive()
 
+    def track_pages(self) -> PageNames:
+        """Tell from now on which prefixes the cache holds, for a router that reads it. Raises RuntimeError after `start`."""
+        if self.is_running():
+            raise RuntimeError("track_pages() must be called before start()")
+        if self._pages is None:
+            self._pages = PageNames()
+            if self._parts is not None:
+                self._parts.core.track_names()
+        return self._pages
+
     # ---- life ---------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -176,6 +187,7 @@ class ContinuousBatchingManager:
                 stop=stop,
                 pause=pause,
                 clock=self._clock,
+                pages=self._pages,
             )
             thread = threading.Thread(target=self._live, name="cb-ray engine", daemon=True)
             self._session = _Session(loop, stop, pause, thread)
@@ -186,6 +198,9 @@ class ContinuousBatchingManager:
 
     def _rebuild(self) -> EngineParts:
         parts = self._parts = self._build()
+        if self._pages is not None:
+            self._pages.clear()
+            parts.core.track_names()
         self._intake.limits, self.facts = parts.limits, parts.facts
         return parts
 

@@ -21,6 +21,7 @@ from ..engine.parts import EngineParts
 from ..errors import ConfigError
 from .args import EngineArgs
 from .engine_deployment import LoadedEngine
+from .pulse import PageNews
 
 
 def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
@@ -41,8 +42,14 @@ def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
     )
     if args.warmup:
         manager.warmup()
-    facts = manager.facts
-    return LoadedEngine(engine=manager, page_size=facts.page_size, cache_tokens=facts.num_blocks * facts.page_size)
+    facts, names = manager.facts, manager.track_pages()
+
+    def pages(full: bool) -> PageNews:
+        added, forgotten = names.take(full)
+        return PageNews(full=full, added=added, evicted=forgotten)
+
+    cache_tokens = facts.num_blocks * facts.page_size
+    return LoadedEngine(engine=manager, page_size=facts.page_size, cache_tokens=cache_tokens, pages=pages)
 
 
 def choose_device(wanted: str) -> torch.device:
