@@ -25,7 +25,7 @@ from ..sizing import ModelFacts, resolve
 from .machine import measure
 from .parts import EngineParts
 from .processors import transformers_processors
-from .ways import Way, find_way, long_from
+from .ways import Way, find_way, long_from, max_length
 
 logger = logging.getLogger(__name__)
 
@@ -72,16 +72,6 @@ def build(
     )
     core = EngineCore(facts=facts, layout=layout, limits=limits, num_host_sectors=host_sectors)
     return EngineParts(core=core, runner=runner, facts=facts, limits=limits)
-
-
-def max_length(model: PreTrainedModel) -> int:
-    """The model's context in tokens; a very large number when its config names none."""
-    text: Any = model.config.get_text_config(decoder=True)  # pyright: ignore[reportUnknownMemberType]
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"):
-        value = getattr(text, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 1 << 30
 
 
 def _input_vocabulary(model: PreTrainedModel, way: Way) -> int:

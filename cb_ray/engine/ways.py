@@ -119,9 +119,19 @@ def _try(model: PreTrainedModel, way: Way, page_size: int) -> float:
     cache = KVCache(layout, dtype=model.dtype, device=model.device) if way.pages else None
     forward = way.make(cache)
     try:
-        return trial_error(model, forward, layout, way.vocab_size)
+        return trial_error(model, forward, layout, way.vocab_size, max_length(model))
     finally:
         forward.close()
+
+
+def max_length(model: PreTrainedModel) -> int:
+    """The model's context in tokens; a very large number when its config names none."""
+    text: Any = model.config.get_text_config(decoder=True)  # pyright: ignore[reportUnknownMemberType]
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 1 << 30
 
 
 def long_from(model: PreTrainedModel) -> int:
