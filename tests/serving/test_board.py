@@ -115,6 +115,8 @@ def test_whoever_stops_waiting_leaves_nothing_behind(granted_meanwhile):
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
+        if not granted_meanwhile:
+            await settled(board, 0, 1)
         client.release(first.ticket)
         await settled(board, 0, 0)
 
