@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 
@@ -97,4 +97,5 @@ def _model_facts(model: PreTrainedModel, way: Way) -> ModelFacts:
 
 def _number(value: Any) -> int:
     """A config field that may be one number or one per layer."""
-    return max(value, default=0) if isinstance(value, (list, tuple)) else int(value or 0)
+    several = cast("Sequence[int]", value) if isinstance(value, (list, tuple)) else (int(value or 0),)
+    return max(several, default=0)

@@ -90,22 +90,30 @@ class ContinuousBatchingManager:
         self._destroyed = False
         self._session: _Session | None = None
         self._pages: PageNames | None = None
-        self._parts: EngineParts | None = self._build()
-        self.facts: EngineFacts = self._parts.facts
+        self._parts: EngineParts | None
+        parts = self._parts = self._build()
+        self.facts: EngineFacts = parts.facts
         self._results = Results()
         self._outbox = Outbox(self._results)
         self._inbox = Inbox(self.facts.max_queue_size)
-        self._stats = self._parts.core.stats()
-        policy = SamplingPolicy(
+        self._stats = parts.core.stats()
+        try:
+            policy = self._policy(parts.limits.vocab_size)
+        except BaseException:
+            self._drop_parts()
+            raise
+        self.num_return_sequences = policy.num_return_sequences
+        self._intake = Intake(policy=policy, limits=parts.limits, inbox=self._inbox, outbox=self._outbox, clock=clock)
+
+    def _policy(self, vocab_size: int) -> SamplingPolicy:
+        return SamplingPolicy(
             self.generation_config,
-            getattr(model, "config", None),
-            vocab_size=self._parts.limits.vocab_size,
+            getattr(self.model, "config", None),
+            vocab_size=vocab_size,
             per_request=self.facts.per_request_processors,
             drop_unsupported=self.facts.drop_unsupported_processors,
             return_logprobs=self.facts.return_logprobs,
         )
-        self.num_return_sequences = policy.num_return_sequences
-        self._intake = Intake(policy=policy, limits=self._parts.limits, inbox=self._inbox, outbox=self._outbox, clock=clock)
 
     def _build(self) -> EngineParts:
         build = self._builder

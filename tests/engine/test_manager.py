@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -606,6 +609,24 @@ def test_warmup_runs_on_our_model_and_gives_it_back(make: Make) -> None:
     assert not manager.warmed_up
 
 
+def test_a_program_that_forgets_to_stop_still_ends() -> None:
+    """The engine goes with its program, and its requests with it; nothing hangs at the end (a thread of its own used to)."""
+    program = """
+from tests.engine.fakes import make_engine
+engine = make_engine(num_blocks=4096)
+engine.manager.start()
+engine.runner.hold()
+engine.manager.add_request([1], max_new_tokens=400)
+engine.runner.wait_until_asked(1)
+engine.runner.release()
+print("end of program")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "end of program\n"), done.stderr
+
+
 def test_the_thread_is_gone_after_a_stop(make: Make) -> None:
     """Nothing is left running."""
     before = set(threading.enumerate())
@@ -797,6 +818,10 @@ def test_a_build_that_fails_leaves_no_manager_and_no_thread(make: Make) -> None:
     """The error reaches the caller of the constructor, or of the start that had to build again."""
     with pytest.raises(ConfigError):
         ContinuousBatchingManager(object(), greedy(), {"page_size": 2}, build=lambda *_: pytest.fail("built all the same"))
+    built: list[FakeRunner] = []
+    with pytest.raises(ConfigError, match="guidance_scale"):
+        make(greedy(guidance_scale=2.0), drop_unsupported_processors=False, prepare=built.append)
+    assert built[0].log == ["close"]
     attempts = iter([None, MemoryError("no room")])
 
     def prepare(runner: FakeRunner) -> None:
