@@ -178,13 +178,14 @@ class CacheLayout:
         )
 
     def max_chunk(self, most: int, wanted: int) -> int:
-        """The most tokens, up to `most`, that one request may compute in a step without making `wanted` cached tokens impossible.
+        """The most tokens, up to `most`, that one request may compute in a step.
 
-        A chunk needs room beside the window that it slides over, so in a small cache a long prompt goes in smaller steps.
+        A chunk needs room beside the window that it slides over. In a cache so small that this would cost more than a quarter of
+        the longest request that fits (or of `wanted`), a prompt goes in smaller steps.
         """
         wanted = min(wanted, self.max_tokens_alone(1))
         chunk = most
-        while chunk > 1 and self.max_tokens_alone(chunk) < wanted:
+        while chunk > 1 and self.max_tokens_alone(chunk) < wanted * 3 // 4:
             chunk //= 2
         return chunk
 

@@ -50,7 +50,7 @@ def sample(
     if plain:
         best, tokens = logits.max(dim=-1)
         return StepResult(tokens.tolist(), errors=_errors(best.float(), index_of))
-    scores = logits.float()
+    scores = logits.to(torch.float32, copy=True)  # rows are changed in place below
     errors: dict[int, Exception] = {}
     for s, row in enumerate(rows):
         if processors or _is_shaped(row):

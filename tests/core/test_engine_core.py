@@ -302,3 +302,19 @@ def test_failing_all_starts_clean() -> None:
     harness.add("b", list(range(9)), 2)
     harness.run()
     assert harness.chunks["b"][-1].usage.num_cached_tokens == 0
+
+
+def test_chunks_shrink_only_where_the_cache_is_tiny() -> None:
+    """A sliding model whose cache holds little more than a window takes small chunks; a roomy hybrid one takes whole steps."""
+    tight = Harness(windows=(8,), page=4, blocks=5, budget=32)
+    assert tight.limits.max_cached_tokens > 1000
+    tight.add("long", [i % VOCAB for i in range(60)], 2)
+    tight.run()
+    assert max(row.length for plan in tight.plans for row in plan.rows) <= 8
+    roomy = Harness(windows=(12, None), page=4, blocks=64, budget=64)
+    prompt = [(i * 7) % VOCAB for i in range(50)]
+    for name, tokens in (("a", prompt), ("b", prompt[:48] + [5, 6]), ("c", prompt + [9])):
+        roomy.add(name, tokens, 6)
+    roomy.run()
+    assert [row.length for row in roomy.plans[0].rows] == [50, 2, 3]
+    assert roomy.core.stats().cached_tokens == 96

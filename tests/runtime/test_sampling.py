@@ -1,0 +1,185 @@
+"""What sampling promises: transformers' cuts, exact distributions, and tokens that depend on their own seed and index alone."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from cb_ray.core.plan import Row
+from cb_ray.messages import SamplingParams
+from cb_ray.runtime.sampling import sample, uniforms, warp
+
+V = 40
+
+
+def row(sampling: SamplingParams, *, seed=1, index=0, history=(), num_prompt=0, min_tokens_left=0) -> Row:
+    known = array("i", history) if sampling.reads_history else None
+    return Row("r", 0, array("i", [1]), (), True, -1, sampling, seed, index, min_tokens_left, known, num_prompt)
+
+
+def logits(seed: int, rows: int = 1, vocab: int = V) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    temperature=st.floats(0.1, 3),
+    top_k=st.integers(0, V + 5),
+    top_p=st.floats(0.05, 1),
+    min_p=st.sampled_from([0.0, 0.05, 0.3]),
+)
+def test_cuts_are_those_of_transformers(seed, temperature, top_k, top_p, min_p) -> None:
+    """Temperature, top-k, top-p and min-p keep exactly the tokens that transformers' warpers keep, with their scores."""
+    scores = logits(seed)
+    expected = TemperatureLogitsWarper(temperature)(None, scores)
+    if top_k:
+        expected = TopKLogitsWarper(min(top_k, V))(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    if min_p:
+        expected = MinPLogitsWarper(min_p)(None, expected)
+    found = warp(scores, [SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)])
+    borderline = (found == -torch.inf) != (expected == -torch.inf)
+    assert borderline.sum() <= 1, "at most the token on the very border may differ by rounding"
+    kept = ~borderline & (expected > -torch.inf)
+    torch.testing.assert_close(found[kept], expected[kept])
+
+
+def test_top_p_of_a_flat_distribution_sorts_everything() -> None:
+    """When the best thousand tokens hold too little mass, the cut is found over the whole vocabulary."""
+    scores = torch.randn(1, 5000, generator=torch.Generator().manual_seed(0)) * 0.01
+    found = warp(scores, [SamplingParams(top_p=0.9)])
+    expected = TopPLogitsWarper(0.9)(None, scores)
+    assert abs(int((found > -torch.inf).sum()) - int((expected > -torch.inf).sum())) <= 2
+
+
+@given(seed=st.integers(0, 200), penalty=st.floats(0.5, 2), history=st.lists(st.integers(0, V - 1), min_size=1, max_size=9))
+def test_repetition_penalty_is_that_of_transformers(seed, penalty, history) -> None:
+    """It looks at prompt and output, each token once."""
+    scores = logits(seed)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([history]), scores.clone())
+    result = sample(scores, [row(SamplingParams(do_sample=False, repetition_penalty=penalty, logprobs=0), history=history)], [0])
+    assert result.token_ids == [int(expected.argmax())]
+    assert result.logprobs == pytest.approx([float(expected.log_softmax(-1).max())], abs=1e-5)
+
+
+def test_presence_and_frequency_count_generated_tokens_only() -> None:
+    """A token of the prompt is not penalised; each generated one is, once or by its count."""
+    scores = torch.zeros(1, V)
+    scores[0, [3, 4, 5]] = torch.tensor([1.0, 0.9, 0.8])
+    params = SamplingParams(do_sample=False, presence_penalty=0.15)
+    assert sample(scores, [row(params, history=[3, 3, 9], num_prompt=2)], [0]).token_ids == [3]
+    assert sample(scores, [row(params, history=[9, 3], num_prompt=1)], [0]).token_ids == [4]
+    params = SamplingParams(do_sample=False, frequency_penalty=0.15)
+    assert sample(scores, [row(params, history=[9, 3, 3, 4], num_prompt=1)], [0]).token_ids == [5]
+
+
+def test_bias_bad_words_minimum_and_allowed_ids() -> None:
+    """Each of them moves the choice of its own row."""
+    scores = torch.zeros(1, V)
+    scores[0, [3, 4, 5]] = torch.tensor([1.0, 0.9, 0.8])
+    cases = [
+        (SamplingParams(do_sample=False, logit_bias=((5, 1.0),)), {}, 5),
+        (SamplingParams(do_sample=False, bad_words=((3,),)), {"history": [1]}, 4),
+        (SamplingParams(do_sample=False, bad_words=((1, 3),)), {"history": [2, 1]}, 4),
+        (SamplingParams(do_sample=False, bad_words=((1, 3),)), {"history": [1, 2]}, 3),
+        (SamplingParams(do_sample=False, stop_token_ids=(3,), min_tokens=2), {"min_tokens_left": 2}, 4),
+        (SamplingParams(do_sample=False, allowed_token_ids=(5, 9)), {}, 5),
+        (SamplingParams(temperature=0.0), {}, 3),
+        (SamplingParams(top_k=1), {}, 3),
+    ]
+    rows = [row(params, **extra) for params, extra, _ in cases]
+    result = sample(scores.expand(len(cases), -1).clone(), rows, list(range(len(cases))))
+    assert result.token_ids == [token for _, _, token in cases]
+
+
+def test_a_token_depends_on_its_seed_and_index_alone() -> None:
+    """The same row gives the same token alone, in company, and in any place of the batch."""
+    params = SamplingParams(temperature=1.3)
+    scores = logits(7, rows=5)
+    rows = [row(params, seed=s, index=i) for s, i in [(1, 0), (1, 1), (2, 0), (9, 4), (1, 7)]]
+    together = sample(scores, rows, list(range(5))).token_ids
+    alone = [sample(scores[i : i + 1], [rows[i]], [0]).token_ids[0] for i in range(5)]
+    backwards = sample(scores.flip(0), rows[::-1], list(range(5))).token_ids[::-1]
+    assert together == alone == backwards
+
+
+def test_the_numbers_are_uniform_and_independent_of_company() -> None:
+    """Means, spread and neighbouring seeds or indices look random; a number is a pure function of (seed, index)."""
+    numbers = uniforms([s for s in range(200) for _ in range(200)], [i for _ in range(200) for i in range(200)]).view(200, 200)
+    assert float(numbers.mean()) == pytest.approx(0.5, abs=0.01)
+    assert float(numbers.std()) == pytest.approx(12**-0.5, abs=0.01)
+    for shifted in (numbers[1:], numbers[:, 1:].T):
+        left = numbers[:-1] if shifted.shape[0] == 199 and shifted.shape[1] == 200 else numbers[:, :-1].T
+        assert abs(float(torch.corrcoef(torch.stack([left.flatten(), shifted.flatten()]))[0, 1])) < 0.02
+    assert uniforms([5], [3]).item() == uniforms([1, 5], [9, 3])[1].item()
+
+
+def test_sampled_frequencies_are_the_distribution() -> None:
+    """20,000 draws over 40 tokens: chi-square below its 0.999999 quantile (a false alarm once in a million)."""
+    scores = logits(3)
+    probabilities = scores.softmax(-1)[0].double()
+    count = 20_000
+    rows = [row(SamplingParams(), seed=4, index=i) for i in range(count)]
+    tokens = sample(scores.expand(count, -1), rows, list(range(count))).token_ids
+    seen = torch.bincount(torch.tensor(tokens), minlength=V).double()
+    expected = probabilities * count
+    large = expected > 5
+    chi = float(((seen - expected)[large] ** 2 / expected[large]).sum())
+    assert chi < 100
+
+
+def test_what_is_cut_off_is_never_drawn() -> None:
+    """Whatever the random number, a token at -inf is not chosen; the highest numbers stay inside the vocabulary."""
+    scores = torch.full((1, V), -torch.inf)
+    scores[0, 7] = 0.0
+    scores[0, 11] = -1.0
+    rows = [row(SamplingParams(), seed=s) for s in range(500)]
+    assert set(sample(scores.expand(500, -1).clone(), rows, list(range(500))).token_ids) == {7, 11}
+
+
+@pytest.mark.parametrize("params", [SamplingParams(do_sample=False), SamplingParams(), SamplingParams(logprobs=2)])
+def test_logits_that_are_no_numbers_fail_their_own_row(params) -> None:
+    """NaN in one row is that row's error; its neighbours are sampled."""
+    scores = logits(1, rows=3)
+    scores[1] = torch.nan
+    result = sample(scores, [row(params)] * 3, [4, 5, 6])
+    assert set(result.errors) == {5} and isinstance(result.errors[5], FloatingPointError)
+    assert len(result.token_ids) == 3
+
+
+def test_a_processor_that_raises_fails_its_own_row() -> None:
+    """A further processor sees the whole history of its row; when it raises, only that request ends."""
+    seen = []
+
+    def processor(ids, scores):
+        seen.append(ids.tolist())
+        if ids[0, 0] == 9:
+            raise KeyError("broken")
+        return scores
+
+    params = SamplingParams(do_sample=False, full_history=True)
+    rows = [row(params, history=[1, 2, 3]), row(params, history=[9])]
+    result = sample(logits(1, rows=2), rows, [0, 1], [processor])
+    assert seen == [[[1, 2, 3]], [[9]]] and set(result.errors) == {1}
+
+
+def test_the_best_logprobs_are_listed() -> None:
+    """`logprobs=n` names the n best tokens, best first; the chosen one's logprob is among them when greedy."""
+    scores = logits(5)
+    result = sample(scores, [row(SamplingParams(do_sample=False, logprobs=3))], [2])
+    values, ids = scores.log_softmax(-1)[0].topk(3)
+    assert [token for token, _ in result.top_logprobs[2]] == ids.tolist()
+    assert result.logprobs == pytest.approx([float(values[0])], abs=1e-5)
