@@ -99,15 +99,14 @@ def pool_limits(args: AppArgs) -> PoolLimits:
 def engine_options(args: AppArgs, engine: EngineArgs) -> dict[str, Any]:
     """Serve's options for the Engine deployment. The Board grants slots, so Serve's own limits only catch races and its loss."""
     pool, limits = args.pool, asdict(pool_limits(args))
+    router: Any = f"{BoardRouter.__module__}:{BoardRouter.__name__}"
     return {
         **_replicas(pool),
         "max_ongoing_requests": 2 * args.slots_per_replica,
         "max_queued_requests": -1,
         "user_config": limits,
         "deployment_actors": [DeploymentActorConfig(name=BOARD, actor_class=Board)],
-        "request_router_config": RequestRouterConfig(
-            request_router_class=f"{BoardRouter.__module__}:{BoardRouter.__name__}", request_router_kwargs={"limits": limits}
-        ),
+        "request_router_config": RequestRouterConfig(request_router_class=router, request_router_kwargs={"limits": limits}),
         "ray_actor_options": {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus},
         "graceful_shutdown_timeout_s": pool.graceful_shutdown_timeout_s,
         "graceful_shutdown_wait_loop_s": 0.5,

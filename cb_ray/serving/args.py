@@ -208,7 +208,7 @@ def _coerce(hint: Any, value: Any, path: str) -> Any:
     if origin is Literal:
         _require(value in options, path, value, f"one of {', '.join(map(str, options))}")
         return value
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else _parse(hint, value if value is not None else {}, path)
     if origin is tuple:
         _require(isinstance(value, (list, tuple)), path, value, "a list")
@@ -217,8 +217,9 @@ def _coerce(hint: Any, value: Any, path: str) -> Any:
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    right = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-    _require(right, path, value, f"of type {hint.__name__}")
+    kind: Any = hint
+    right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    _require(right, path, value, f"of type {kind.__name__}")
     return value
 
 

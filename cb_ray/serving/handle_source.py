@@ -28,9 +28,13 @@ class HandleSource:
     def __init__(self, engine: DeploymentHandle) -> None:
         self._engine = engine.options(stream=True)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
-        """The chunks of one request. Raises CbRayError, whatever was raised on the other side."""
-        chunks: Any = self._engine.generate.remote(request=request)
+    async def generate(self, request: GenerateRequest, attempt: int = 0) -> AsyncGenerator[TokenChunk]:
+        """The chunks of one request. Raises CbRayError, whatever was raised on the other side.
+
+        A request that was tried before (`attempt` above 0) was admitted then, and is not refused now.
+        """
+        again = {"attempt": attempt} if attempt else {}
+        chunks: Any = self._engine.generate.remote(request=request, **again)
         num_tokens, over = 0, False
         try:
             async for chunk in chunks:

@@ -219,9 +219,10 @@ def watch_replicas(heard: Callable[[Sequence[tuple[str, dict[str, object]]]], No
     def targets_changed(targets: DeploymentTargetInfo) -> None:
         heard([(info.replica_id.unique_id, dict(info.replica_metadata)) for info in targets.running_replicas])
 
+    listeners: dict[Any, Callable[[Any], None]] = {(LongPollNamespace.DEPLOYMENT_TARGETS, context.deployment_id): targets_changed}
     return LongPollClient(
         ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE),
-        {(LongPollNamespace.DEPLOYMENT_TARGETS, context.deployment_id): targets_changed},
+        listeners,
         call_in_event_loop=asyncio.get_running_loop(),
         client_id=f"cb-ray board {ray.get_runtime_context().get_actor_id()}",
     )

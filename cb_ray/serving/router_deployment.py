@@ -4,7 +4,7 @@ Owns the Router's construction and its two ways in: HTTP through `http.py`, `gen
 request is decided inside the engine's handle (`replica_router.py`); nothing here knows replicas.
 
     HTTP ─▶ http.py ─┐
-                     ├─▶ HandleSource ─▶ engine handle ─▶ a replica's `generate`
+                     ├─▶ SteadySource ─▶ HandleSource ─▶ engine handle ─▶ a replica's `generate`
     handle calls ────┘
 """
 
@@ -21,6 +21,7 @@ from ..messages import GenerateRequest, SamplingParams, TokenChunk, as_token_ids
 from .handle_source import HandleSource
 from .http import DoorSettings, build_http_app
 from .served_model import ServedModel
+from .steady_source import SteadySource
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -40,7 +41,7 @@ class Router:
         """
         local = resolve_model(args.model, progress=False)
         self.model = ServedModel.load(local.path, args.model_name, args.engine.max_model_len)
-        self._source = HandleSource(engine)
+        self._source = SteadySource(HandleSource(engine), args.router.max_failovers)
         self.http = build_http_app(self.model, self._source, door_settings(args))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -17,7 +17,7 @@ from cb_ray.serving.engine_deployment import EngineSpec, LoadedEngine
 
 STAGE = "cb-ray-test-stage"
 PAGE = 4
-ENDLESS = "endless"
+ENDLESS, PACED = "endless", "paced"
 
 
 @ray.remote(num_cpus=0, max_concurrency=1000)
@@ -27,6 +27,7 @@ class Stage:
     def __init__(self) -> None:
         self.tap = asyncio.Event()
         self.tap.set()
+        self.second = asyncio.Event()
         self.events: list[tuple[str, str, int]] = []
         self.changed = asyncio.Condition()
 
@@ -36,7 +37,15 @@ class Stage:
     async def close(self) -> None:
         """Also forgets what happened, so that each test counts from zero."""
         self.tap.clear()
+        self.second.clear()
         self.events.clear()
+
+    async def go_on(self) -> None:
+        """Lets those pass that wait after their third token."""
+        self.second.set()
+
+    async def goes_on(self) -> None:
+        await self.second.wait()
 
     async def flows(self) -> None:
         await self.tap.wait()
@@ -55,11 +64,13 @@ class Stage:
 
 def token_of(request: GenerateRequest, index: int) -> int:
     """What the fake says: depends on the prompt and the position alone, so a moved stream can be checked for gaps."""
-    return (sum(request.token_ids[: len(request.token_ids) - request.resumed_tokens]) + index) % 97
+    prompt = request.token_ids[: len(request.token_ids) - request.resumed_tokens]
+    return (sum(prompt) + request.resumed_tokens + index) % 97
 
 
 class FakeEngine:
-    """Emits `max_new_tokens` tokens, one chunk each, while the stage's tap is open; under the salt ENDLESS, one and no more."""
+    """Emits `max_new_tokens` tokens, one chunk each, while the stage's tap is open; under the salt ENDLESS, one and no more; under
+    PACED, three, and the others after `go_on`."""
 
     fatal_error = None
 
@@ -96,6 +107,9 @@ class FakeEngine:
             for index in range(total):
                 if request.cache_salt == ENDLESS and index:
                     await stopped.wait()
+                elif request.cache_salt == PACED and index + request.resumed_tokens == 3:
+                    self._note("paced", name)
+                    await self.stage.goes_on.remote()
                 elif not ready:
                     await self._flow(stopped)
                 self.steps += 1

@@ -25,7 +25,7 @@ from cb_ray.serving.app import AppArgs, Cluster, application, engine_options, pa
 from cb_ray.serving.engine_deployment import Engine, EngineSpec  # noqa: E402
 from cb_ray.serving.handle_source import own_error  # noqa: E402
 from cb_ray.serving.replica_router import find_board  # noqa: E402
-from tests.serving.fakes import ENDLESS, STAGE, Stage, load_fake, token_of  # noqa: E402
+from tests.serving.fakes import ENDLESS, PACED, STAGE, Stage, load_fake, token_of  # noqa: E402
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(120)]
 APP = "cb-ray"
@@ -316,23 +316,23 @@ def test_without_a_board_requests_go_on_and_it_comes_back(stage):
     asyncio.run(story())
 
 
-def test_a_killed_replica_comes_back_and_requests_go_on(stage):
-    """SIGKILL of one of two: the other serves at once, the pool knows at once, and Serve brings a second one up again."""
+def test_a_killed_replica_breaks_no_stream_and_comes_back(stage):
+    """SIGKILL of one of two mid-stream: streams go on elsewhere without a repeat or a gap, and Serve brings a second one up."""
 
     async def story():
-        await stage.open.remote()
         handle = serve.get_app_handle(APP)
-        await asyncio.gather(*(read(handle, request()) for _ in range(4)))
-        pids = {pid for _, pid in await stage.happened.remote("start", 4)}
+        asked = [replace(request(new=6), cache_salt=PACED) for _ in range(2 * SLOTS)]
+        calls = [asyncio.ensure_future(read(handle, each)) for each in asked]
+        await stage.open.remote()
+        pids = {pid for _, pid in await stage.happened.remote("paced", 2 * SLOTS)}  # each has emitted three tokens
         assert len(pids) == 2
-        victim = pids.pop()
-        os.kill(victim, signal.SIGKILL)
-        answers = await asyncio.gather(*(read(handle, request()) for _ in range(4)))
-        assert sum(isinstance(answer, list) for answer in answers) >= 2
-        asked = [request() for _ in range(SLOTS + WAITING)]
-        assert await asyncio.gather(*(read(handle, each) for each in asked)) == [expected(each) for each in asked]
-        dead = set((await board().snapshot.remote())["replicas"])
-        await until(lambda counts: len(counts["replicas"]) == 2 and set(counts["replicas"]) != dead)
+        known = set((await board().snapshot.remote())["replicas"])
+        os.kill(victim := pids.pop(), signal.SIGKILL)
+        await stage.go_on.remote()
+        assert await asyncio.gather(*calls) == [expected(each) for each in asked]
+        moved = {name for name, pid in await stage.happened.remote("start", 3 * SLOTS) if pid not in (victim,)}
+        assert moved == {each.request_id for each in asked}
+        await until(lambda counts: len(counts["replicas"]) == 2 and set(counts["replicas"]) != known)
         await stage.close.remote()
         calls = [asyncio.ensure_future(read(handle, request())) for _ in range(2 * SLOTS)]
         pids = {pid for _, pid in await stage.happened.remote("start", 2 * SLOTS)}
