@@ -20,8 +20,9 @@ from ..core.layout import CacheLayout
 from ..core.request import RequestLimits
 from ..runtime.kv_cache import KVCache
 from ..runtime.model_runner import ModelRunner
+from ..runtime.prepacked import PrepackedLinears
 from ..runtime.sampling import Processor
-from ..sizing import ModelFacts, resolve
+from ..sizing import Machine, ModelFacts, resolve
 from .machine import measure
 from .parts import EngineParts
 from .processors import transformers_processors
@@ -47,9 +48,8 @@ def build(
     config.validate()
     model.eval()
     way = find_way(model, config.page_size, backend)
-    facts = resolve(
-        config, _model_facts(model, way), measure(model.device), hints=hints, entropy=secrets.randbits(62), compile_fallback=None
-    )
+    machine = measure(model.device)
+    facts = resolve(config, _model_facts(model, way), machine, hints=hints, entropy=secrets.randbits(62), compile_fallback=None)
     if not way.pages:  # pages are only counted: what a request computed stays with it
         facts = replace(facts, allow_block_sharing=False, cpu_offload_bytes=0)
         logger.warning("%s is served row by row, %s: right, but slower than packed", type(model).__name__, way.name)
@@ -61,7 +61,7 @@ def build(
     if way.pages:
         cache = KVCache(layout, dtype=model.dtype, device=model.device, num_host_sectors=host_sectors)
     processors = processors or transformers_processors(model, generation_config)
-    runner = ModelRunner(way.make(cache), model.device, processors)
+    runner = ModelRunner(way.make(cache, prepacked(model, machine)), model.device, processors)
     longest = max_length(model)
     limits = RequestLimits(
         vocab_size=_input_vocabulary(model, way),
@@ -72,6 +72,12 @@ def build(
     )
     core = EngineCore(facts=facts, layout=layout, limits=limits, num_host_sectors=host_sectors)
     return EngineParts(core=core, runner=runner, facts=facts, limits=limits)
+
+
+def prepacked(model: PreTrainedModel, machine: Machine) -> PrepackedLinears | None:
+    """Packed copies of the model's linear weights, where they are of use and take at most a quarter of the free memory."""
+    needed = PrepackedLinears.bytes_needed(model)
+    return PrepackedLinears(model) if 0 < needed <= machine.free_host_bytes // 4 else None
 
 
 def _input_vocabulary(model: PreTrainedModel, way: Way) -> int:

@@ -23,6 +23,7 @@ from ..runtime.model_runner import Forward
 from ..runtime.native_backend import NativeBackend
 from ..runtime.own_cache_forward import Manner, OwnCacheForward
 from ..runtime.packed_forward import PackedForward
+from ..runtime.prepacked import PrepackedLinears
 from ..runtime.survey import Survey, survey
 from ..runtime.trial import trial_error, trial_layout
 
@@ -42,7 +43,7 @@ class Way:
     layers: tuple[LayerSpec, ...]
     vocab_size: int
     masked: bool
-    make: Callable[[KVCache | None], Forward]
+    make: Callable[[KVCache | None, PrepackedLinears | None], Forward]
 
 
 def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None) -> Way:
@@ -88,16 +89,16 @@ def _candidates(model: PreTrainedModel, seen: Survey | None, reasons: list[str],
 def _packed(model: PreTrainedModel, seen: Survey, backend: Backend) -> Way:
     layer_of = {id(site.module): site.index for site in seen.sites}
 
-    def make(cache: KVCache | None) -> Forward:
+    def make(cache: KVCache | None, linears: PrepackedLinears | None) -> Forward:
         assert cache is not None
-        return PackedForward(model, cache, PagedAttention(cache, backend, layer_of), long_from(model))
+        return PackedForward(model, cache, PagedAttention(cache, backend, layer_of), long_from(model), linears)
 
     layers = tuple(site.spec for site in seen.sites)
     return Way(f"packed ({backend.name})", True, layers, seen.vocab_size, True, make)
 
 
-def _own(model: PreTrainedModel, manner: Manner) -> Callable[[KVCache | None], Forward]:
-    return lambda cache: OwnCacheForward(model, manner)
+def _own(model: PreTrainedModel, manner: Manner) -> Callable[[KVCache | None, PrepackedLinears | None], Forward]:
+    return lambda cache, linears: OwnCacheForward(model, manner)
 
 
 def choose_backend(seen: Survey, device: torch.device, wanted: str | None = None) -> Backend:
@@ -117,7 +118,7 @@ def choose_backend(seen: Survey, device: torch.device, wanted: str | None = None
 def _try(model: PreTrainedModel, way: Way, page_size: int) -> float:
     layout = trial_layout(way.layers, max(page_size, 4), model.dtype.itemsize)
     cache = KVCache(layout, dtype=model.dtype, device=model.device) if way.pages else None
-    forward = way.make(cache)
+    forward = way.make(cache, None)
     try:
         return trial_error(model, forward, layout, way.vocab_size, max_length(model))
     finally:

@@ -20,17 +20,26 @@ from .attention import PagedAttention
 from .attention_switch import AttentionSwitch
 from .inputs import StepInputs, pack, unpack
 from .kv_cache import KVCache
+from .prepacked import PrepackedLinears
 
 
 class PackedForward:
     """Runs plans as `model(input_ids [1, Q], position_ids [1, Q])` without a cache object."""
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, attention: PagedAttention, long_from: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: KVCache,
+        attention: PagedAttention,
+        long_from: int = 0,
+        linears: PrepackedLinears | None = None,
+    ) -> None:
         """`long_from`: requests of more tokens use the model's long-context rotary factors; 0: there are none."""
         self._model = model
         self._cache = cache
         self._attention = attention
         self._long_from = long_from
+        self._linears = linears
         self._switch = AttentionSwitch(model, attention.name)
         self._device = cache.flat.device
         parameters = inspect.signature(model.forward).parameters
@@ -38,12 +47,16 @@ class PackedForward:
         self._takes_positions = "position_ids" in parameters
 
     def install(self) -> None:
-        """Put the model's attention on our pages. Idempotent."""
+        """Put the model's attention on our pages, and pack its weights as they are now."""
         self._switch.install()
+        if self._linears is not None:
+            self._linears.refresh()
 
     def restore(self) -> None:
-        """Give the model its own attention back. Idempotent."""
+        """Give the model its own attention and weights back. Idempotent."""
         self._switch.restore()
+        if self._linears is not None:
+            self._linears.release()
 
     def close(self) -> None:
         self.restore()
