@@ -549,7 +549,7 @@ class PageNames:
     def clear(self) -> None:
         """The cache is a new one, and empty."""
         with self._lock:
-            self._changed = dict.fromkeys(self._held, False)
+            self._changed |= dict.fromkeys(self._held, False)
             self._held.clear()
 
     def put(self, version: int, added: Iterable[tuple[int, bytes]], forgotten: Iterable[tuple[int, bytes]]) -> None:
