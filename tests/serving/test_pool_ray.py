@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
 
-import httpx  # noqa: E402
-from ray import serve  # noqa: E402
+import httpx
+import ray
+from ray import serve
 
-from cb_ray.errors import QueueFullError  # noqa: E402
-from cb_ray.messages import GenerateRequest, TokenChunk  # noqa: E402
-from cb_ray.serving.app import AppArgs, Cluster, application, engine_options, parse_args, settle  # noqa: E402
-from cb_ray.serving.engine_deployment import Engine, EngineSpec  # noqa: E402
-from cb_ray.serving.handle_source import own_error  # noqa: E402
-from cb_ray.serving.replica_router import find_board  # noqa: E402
-from tests.serving.fakes import ENDLESS, PACED, STAGE, Stage, load_fake, token_of  # noqa: E402
+from cb_ray.errors import QueueFullError
+from cb_ray.messages import GenerateRequest, TokenChunk
+from cb_ray.serving.app import AppArgs, Cluster, application, engine_options, parse_args, settle
+from cb_ray.serving.engine_deployment import Engine, EngineSpec
+from cb_ray.serving.handle_source import own_error
+from cb_ray.serving.replica_router import find_board
+from tests.serving.fakes import ENDLESS, PACED, STAGE, Stage, load_fake, token_of
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(120)]
 APP = "cb-ray"
