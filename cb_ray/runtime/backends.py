@@ -162,8 +162,10 @@ class SdpaBackend(_RowByRow):
             seen &= positions >= ends - pages.window
         keys = pages.keys[blocks.long()].flatten(1, 2).transpose(1, 2)  # [b, kv_heads, n, k_dim]
         values = pages.values[blocks.long()].flatten(1, 2).transpose(1, 2)
-        # Blocks past a row's end hold whatever was there; a masked NaN would still poison the sum.
-        values = values.masked_fill(~seen[:, None, :, None], 0)
+        # Past a row's end lies whatever was there; a NaN would poison the row in spite of the mask (NaN - inf, 0 * NaN).
+        hidden = ~seen[:, None, :, None]
+        keys.masked_fill_(hidden, 0)
+        values.masked_fill_(hidden, 0)
         grouped = query.view(len(rows), kv_heads, -1, query.shape[-1])
         mixed = functional.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=seen[:, None, None], scale=extras.scaling
