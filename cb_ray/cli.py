@@ -24,6 +24,8 @@ class Command:
 
 COMMANDS = {
     "serve": Command("cb_ray.serving.command", "serve a model over HTTP with an OpenAI-compatible API"),
+    "verify": Command("cb_ray.bench.verify", "prove that a model gives the same tokens here as with model.generate"),
+    "bench": Command("cb_ray.bench.command", "measure the engine on this machine"),
 }
 
 

@@ -148,11 +148,11 @@ class Scheduler:
     def draft(self, now: float) -> StepDraft:
         """Plan one step: rows for running requests, then for as many waiting ones as fit."""
         draft = StepDraft(room=self._max_tokens, now=now)
-        for request in self._running_in_order():
+        for request, due in self._running_in_order():
             if not draft.room:
                 break
-            if request.id in self.running:  # not sent back meanwhile
-                self._advance(request, draft)
+            if request.seated:  # not sent back meanwhile
+                self._advance(request, due, draft)
         if not (draft.num_preempted and draft.rows):
             self._admit(draft)
         return draft
@@ -162,23 +162,24 @@ class Scheduler:
         released, self._released = tuple(self._released), []
         return released
 
-    def _running_in_order(self) -> list[Request]:
-        decoding: list[Request] = []
-        catching_up: list[Request] = []
+    def _running_in_order(self) -> list[tuple[Request, int]]:
+        """Running requests that have tokens to compute, and how many."""
+        decoding: list[tuple[Request, int]] = []
+        catching_up: list[tuple[Request, int]] = []
         for request in self.running.values():
             due = request.num_uncomputed
             if due == 1:
-                decoding.append(request)
+                decoding.append((request, 1))
             elif due:
-                catching_up.append(request)
+                catching_up.append((request, due))
         if self._kind == "prefill_first":
             return catching_up + decoding
         return decoding + catching_up
 
-    def _advance(self, request: Request, draft: StepDraft) -> None:
+    def _advance(self, request: Request, due: int, draft: StepDraft) -> None:
         if request.num_in_flight and request.sampling.reads_history:
             return  # its next token depends on one that is not known yet
-        length = min(request.num_uncomputed, draft.room, self._max_chunk)
+        length = min(due, draft.room, self._max_chunk)
         upto = request.num_computed + length
         if self._blocks.slides or upto > len(request.block_tables[0]) * self._page:
             while not self._blocks.grow(request, upto):

@@ -1,0 +1,28 @@
+"""`cb-ray bench NAME`: measure the engine on this machine.
+
+Owns the list of benchmarks; each is a module with `main(argv) -> int`, imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+BENCHMARKS = {
+    "attention": "native attention against gathering and torch's own, and against the machine's memory",
+    "offline": "tokens per second of a workload of token ids, in one process",
+    "scheduler": "microseconds to plan and commit a step, by running and waiting requests",
+    "step": "where a step's time goes: planning, the forward pass, committing",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    listing = "\n".join(f"  {name:<12}{text}" for name, text in BENCHMARKS.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"benchmarks:\n{listing}\n\ncb-ray bench NAME --help tells more."
+    parser.add_argument("name", choices=BENCHMARKS, metavar="NAME", help=argparse.SUPPRESS)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(given: argparse.Namespace) -> int:
+    return importlib.import_module(f"cb_ray.bench.{given.name}").main(given.rest)
