@@ -25,7 +25,7 @@ from ..runtime.own_cache_forward import Manner, OwnCacheForward
 from ..runtime.packed_forward import PackedForward
 from ..runtime.prepacked import PrepackedLinears
 from ..runtime.survey import Survey, survey
-from ..runtime.trial import trial_error, trial_layout
+from ..runtime.trial import self_disagreement, trial_error, trial_layout
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,9 @@ def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None)
             return way
         logger.info("%s is not run %s: its logits are off by %.2g", type(model).__name__, way.name, error)
         reasons.append(f"{way.name}: its logits differ from the model's own by {error:.2g} standard deviations")
+    way = _for_a_model_of_two_minds(model, seen, page_size)
+    if way is not None and backend is None:
+        return way
     kinds = _unusual_layers(model)
     raise UnsupportedModelError(type(model).__name__, "; ".join([*kinds, *reasons]))
 
@@ -84,6 +87,22 @@ def _candidates(model: PreTrainedModel, seen: Survey | None, reasons: list[str],
     manners: tuple[Manner, ...] = ("extend", "single", "again")
     for manner in manners:
         yield Way(f"own cache ({manner})", False, full, vocab_size, True, _own(model, manner))
+
+
+def _for_a_model_of_two_minds(model: PreTrainedModel, seen: Survey | None, page_size: int) -> Way | None:
+    """The way that runs all tokens again, for a model whose plain forward pass does not agree with itself on a longer sequence.
+
+    Selecting the best keys breaks ties by their place, so such a model's answer depends on how much of the text it is shown.
+    """
+    try:
+        doubt = self_disagreement(model, seen.vocab_size if seen is not None else 1 << 15)
+        if doubt <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):
+            return None
+        *_, again = _candidates(model, seen, [], None)
+        return again if _try(model, again, page_size) <= 2 * doubt else None
+    except Exception:
+        logger.info("%s cannot be run again and again either", type(model).__name__, exc_info=True)
+        return None
 
 
 def _packed(model: PreTrainedModel, seen: Survey, backend: Backend) -> Way:

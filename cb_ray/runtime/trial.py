@@ -64,6 +64,18 @@ def _shortened(cuts: tuple[int, ...], longest: int) -> tuple[int, ...]:
     return cuts if cuts[-1] <= longest else tuple(cut * longest // cuts[-1] for cut in cuts)
 
 
+def self_disagreement(model: PreTrainedModel, vocab_size: int) -> float:
+    """How far the model's plain forward pass is from itself when it is shown less of a sequence, measured as in `trial_error`."""
+    token_ids = [(i * 37 + 11) % min(vocab_size, 1 << 15) for i in range(_CUTS[0][-1])]
+    with torch.no_grad():
+        whole = _plain(model, token_ids).float()
+        worst = 0.0
+        for cut in _CUTS[0][1:-1]:
+            part = _plain(model, token_ids[:cut]).float()
+            worst = max(worst, float((part - whole[:cut]).abs().mean() / whole.std().clamp_min(1e-12)))
+    return worst
+
+
 def _plain(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     """Logits [n, V] of every token, by the model's own code."""
     parameters = inspect.signature(model.forward).parameters
