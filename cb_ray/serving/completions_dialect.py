@@ -87,10 +87,11 @@ def _token_ids(body: CompletionsBody, model: ServedModel, prompt: str | list[int
         ids = model.codec.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
         ids = prompt
-        model.check_token_ids(ids, "prompt")
     if not ids:
         raise InvalidRequestError("the prompt is empty; it needs at least one token", param="prompt")
     model.check_length(len(ids), max(1, _max_tokens(body)), "prompt")
+    if not isinstance(prompt, str):
+        model.check_token_ids(ids, "prompt")
     return ids
 
 

