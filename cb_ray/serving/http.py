@@ -182,12 +182,12 @@ class Door:
                 response = await handler(request)
             except (ClientDisconnected, ClientDisconnect):
                 response = Response(status_code=499)  # nobody reads it; it is for the log and the counters
-            except CbRayError as error:
+            except Exception as error:
+                if not isinstance(error, CbRayError):
+                    logger.exception("%s failed, request %s", route, request.state.request_id)
+                    error = CbRayError(_INTERNAL)
+                self._reject(error)
                 response = error_response(error)
-                self.metrics.rejections.labels(error.code or error.openai_type).inc()
-            except Exception:
-                logger.exception("%s failed, request %s", route, getattr(request.state, "request_id", "unknown"))
-                response = error_response(CbRayError(_INTERNAL))
             self.metrics.responses.labels(route, str(response.status_code)).inc()
             return response
 
@@ -204,7 +204,27 @@ class Door:
         except BaseException:
             await stream.aclose()
             raise
-        return EventStream(_frames(reply, first, stream))
+        return EventStream(self._frames(reply, first, stream))
+
+    async def _frames(
+        self, reply: Reply, first: bytes, stream: AsyncGenerator[tuple[Choice, TextDelta]]
+    ) -> AsyncGenerator[bytes]:
+        """The event stream of a reply. An error on the way is an event of its own, and the last."""
+        async with contextlib.aclosing(stream):
+            try:
+                yield first
+                async for choice, delta in stream:
+                    yield reply.stream_events(choice, delta)
+                yield reply.stream_end()
+            except Exception as error:
+                if not isinstance(error, CbRayError):
+                    logger.exception("stream %s failed", reply.head.id)
+                    error = CbRayError(_INTERNAL)
+                self._reject(error)
+                yield reply.stream_error(error)
+
+    def _reject(self, error: CbRayError) -> None:
+        self.metrics.rejections.labels(error.code or error.openai_type).inc()
 
     def _timed(self, choice: Choice) -> Choice:
         limit = self._settings.request_timeout_s
@@ -249,21 +269,6 @@ class Door:
         finally:
             await close_source(chunks)
         raise ReplicaLostError("")
-
-
-async def _frames(reply: Reply, first: bytes, stream: AsyncGenerator[tuple[Choice, TextDelta]]) -> AsyncGenerator[bytes]:
-    """The event stream of a reply. An error on the way is an event of its own, and the last."""
-    async with contextlib.aclosing(stream):
-        try:
-            yield first
-            async for choice, delta in stream:
-                yield reply.stream_events(choice, delta)
-            yield reply.stream_end()
-        except CbRayError as error:
-            yield reply.stream_error(error)
-        except Exception:
-            logger.exception("stream %s failed", reply.head.id)
-            yield reply.stream_error(CbRayError(_INTERNAL))
 
 
 async def _next(stream: AsyncGenerator[T]) -> T:

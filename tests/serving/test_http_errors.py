@@ -203,11 +203,13 @@ def test_a_refusal_from_behind_is_a_status(error: Exception, status: int, code: 
 @pytest.mark.parametrize(("error", "says"), [(ReplicaLostError("r", 3), "lost"), (RuntimeError("secret"), "failed")])
 def test_a_failure_on_the_way_is_the_last_event(error: Exception, says: str) -> None:
     """When headers are out an error is an event in the envelope, and no [DONE] pretends that the answer is whole."""
-    response = make_door(fails=error, fails_after=3).chat(stream=True)
+    door = make_door(fails=error, fails_after=3)
+    response = door.chat(stream=True)
     blocks = response.text.strip().split("\n\n")
     last = json.loads(blocks[-1].removeprefix("data: "))
     assert response.status_code == 200 and says in last["error"]["message"] and "secret" not in response.text
     assert len(blocks) > 3 and "[DONE]" not in response.text
+    assert gauge(door, "cb_ray_rejections_total") == 1
 
 
 def test_a_failed_choice_fails_the_request_and_ends_the_others() -> None:
