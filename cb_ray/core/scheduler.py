@@ -214,7 +214,7 @@ class Scheduler:
                 return False
             self._blocks.drop_parked(request)  # alone and still no room: compute it again
             request.num_computed = 0
-        elif request.fork_of is not None and not request.num_preemptions:
+        elif request.fork_of is not None and not request.num_generated and not request.num_in_flight:
             forked = self._fork(request, draft, margin)
             if forked is not None:
                 return forked

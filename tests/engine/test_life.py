@@ -41,6 +41,7 @@ class Life:
         self.asked: dict[str, tuple[int, int]] = {}  # id -> prompt length, tokens asked for
         self.names: list[str] = []  # ids that were returned, for cancelling and fetching
         self.outputs: dict[str, list[GenerationOutput]] = defaultdict(list)
+        self.errors: list[Exception] = []  # that ended a session
 
     def do(self, move: tuple[Any, ...]) -> None:
         getattr(self, move[0])(*move[1:])
@@ -67,14 +68,20 @@ class Life:
                 with self.manager.pause(invalidate=invalidate, recompute=recompute):
                     assert not self.engine.runner.installed
             except RuntimeError:
-                assert not self.manager.is_running() or self.manager.fatal_error
+                self.manager.join(0.0)  # it was refused because the engine was ending
+                assert not self.manager.is_running()
 
     def stop(self, block: bool, keep: bool, hard: bool) -> None:
         if self.manager.is_running():
             self.manager.stop(block=block, keep_for_next_session=keep, hard_stop=hard)
 
     def start(self) -> None:
+        self.note_error()
         self.manager.start()
+
+    def note_error(self) -> None:
+        if self.manager.fatal_error is not None:
+            self.errors.append(self.manager.fatal_error)
 
     def fetch(self, which: int) -> None:
         name = self.names[which] if which < len(self.names) else None
@@ -90,9 +97,11 @@ class Life:
     def end(self) -> None:
         """Destroy it, read what is left, and look at everything that ever came."""
         self.manager.destroy()
+        self.note_error()
         for output in self.manager:
             self.note(output)
         assert self.outputs.keys() == self.asked.keys()
+        assert all("4711" in str(error) for error in self.errors), self.errors
         for name, outputs in self.outputs.items():
             length, count = self.asked[name]
             assert [output.is_finished() for output in outputs] == [False] * (len(outputs) - 1) + [True], name

@@ -708,6 +708,28 @@ def test_a_request_under_way_goes_on_or_is_computed_again(make: Make, recompute:
     assert [plan.num_tokens for plan in runner.plans] == [2, 1, 1, 1, 6 if recompute else 1, 1]
 
 
+def test_children_are_computed_again_like_anybody(make: Make) -> None:
+    """After `recompute` a child that has tokens of its own cannot take its parent's pages again (that ended the engine)."""
+    engine = make(prepare=held, page_size=4, start=False)
+    manager, runner = engine.manager, engine.runner
+    rung, ring = threading.Event(), manager._inbox.ring
+    manager._inbox.ring = lambda: (ring(), rung.set())  # type: ignore[method-assign]
+    manager.start()
+    manager.add_request([1, 2, 3], request_id="p", max_new_tokens=12, num_return_sequences=3)
+    runner.allow(6)
+
+    def update() -> None:
+        with manager.pause(recompute=True):
+            pass
+
+    updating = Background(update)
+    assert rung.wait(PATIENCE)
+    runner.release()
+    updating.value()
+    for name in ("p", "p__child#0", "p__child#1"):
+        assert result(manager, name).generated_tokens == tokens_after(3, 12)
+
+
 def test_pausing_needs_an_engine_and_stopping_inside_is_refused(make: Make) -> None:
     """RuntimeErrors both, and the engine survives the second."""
     manager = make(start=False).manager
