@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    from .. import ContinuousBatchingConfig, continuous_batching_context_manager
+    from ..config import ContinuousBatchingConfig
+    from ..engine.generate import continuous_batching_context_manager
     from ..engine.model_source import resolve_model
 
     model = AutoModelForCausalLM.from_pretrained(resolve_model(given.model).path, dtype=getattr(torch, given.dtype))

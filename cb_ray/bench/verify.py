@@ -86,7 +86,8 @@ class Certifier:
         """Outputs in order, and the engine's stats."""
         from transformers import GenerationConfig
 
-        from .. import ContinuousBatchingConfig, continuous_batching_context_manager
+        from ..config import ContinuousBatchingConfig
+        from ..engine.generate import continuous_batching_context_manager
 
         wish = ContinuousBatchingConfig(**{"page_size": _PAGE, "max_batch_tokens": 512, **settings})
         # transformers refuses several greedy outputs by that name; the best of one token is the same.

@@ -234,6 +234,8 @@ class Request:
             extras["prompt_logprobs"] = tuple(self.prompt_logprobs)
             if self.prompt_top_logprobs is not None:
                 extras["prompt_top_logprobs"] = tuple(self.prompt_top_logprobs)
+        if first:
+            extras["usage"] = self.usage()
         if self.ended:
             extras.update(finish_reason=self.end_reason, stop_token=self.stop_token, error=self.error, usage=self.usage())
         return TokenChunk(

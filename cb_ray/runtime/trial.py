@@ -7,6 +7,7 @@ those of a plain forward pass. Knows plans and a forward; costs three small forw
 from __future__ import annotations
 
 import inspect
+import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,7 +41,7 @@ def trial_error(model: PreTrainedModel, forward: Forward, layout: CacheLayout, v
     Whatever the model raises is raised. `longest` is the model's context: no position beyond it is tried.
     """
     every = [_shortened(cuts, longest) for cuts in _CUTS]
-    sequences = [[(i * 37 + 11 * (s + 1)) % min(vocab_size, 1 << 15) for i in range(cuts[-1])] for s, cuts in enumerate(every)]
+    sequences = [_tokens(s, cuts[-1], vocab_size) for s, cuts in enumerate(every)]
     with torch.no_grad():
         expected = [_plain(model, ids) for ids in sequences]
         worst = 0.0
@@ -64,9 +65,14 @@ def _shortened(cuts: tuple[int, ...], longest: int) -> tuple[int, ...]:
     return cuts if cuts[-1] <= longest else tuple(cut * longest // cuts[-1] for cut in cuts)
 
 
+def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
+    """Token ids without a pattern, always the same."""
+    return random.Random(seed).choices(range(vocab_size), k=count)
+
+
 def self_disagreement(model: PreTrainedModel, vocab_size: int) -> float:
     """How far the model's plain forward pass is from itself when it is shown less of a sequence, measured as in `trial_error`."""
-    token_ids = [(i * 37 + 11) % min(vocab_size, 1 << 15) for i in range(_CUTS[0][-1])]
+    token_ids = _tokens(0, _CUTS[0][-1], vocab_size)
     with torch.no_grad():
         whole = _plain(model, token_ids).float()
         worst = 0.0

@@ -19,6 +19,7 @@ import yaml
 
 from ..engine.model_source import resolve_model
 from ..errors import CbRayError, ConfigError
+from . import haproxy
 from .args import AppArgs, parse_args
 
 BUILDER = "cb_ray.serving.app:build"
@@ -78,6 +79,8 @@ def run(given: argparse.Namespace) -> int:
         raise ConfigError("serving needs Ray Serve; pip install 'cb-ray[serve]' brings it")
     for variable, value in DATA_PLANE.items():
         os.environ.setdefault(variable, value)
+    if path := haproxy.command_path():
+        os.environ.setdefault(haproxy.VARIABLE, path)
     return _serve_file(target) if from_file else _serve(apps[NAME], host=given.host, port=given.port)
 
 

@@ -26,7 +26,8 @@ models, float32, on a CPU. `tests/runtime/test_families.py` holds this table aga
   through transformers' attention interface. *extend*: chunks on top of the cache; *single*: later tokens of a prompt one at a time;
   *again*: all tokens in every step. Right, and slower; nothing is shared between requests.
 
-A family that is not listed is tried in the same way when its engine is built, and refused by name if no way gives the model's own logits.
+A family that is not listed is tried in the same way when its engine is built, and refused by name if no way gives the model's
+own logits.
 
 | family | way |
 | --- | --- |
