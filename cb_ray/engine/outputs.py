@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..messages import GenerateRequest, GenerationOutput, TokenChunk, TopLogprobs
+from ..messages import GenerateRequest, GenerationOutput, TokenChunk, TopLogprobs, Usage
 
 
 class OutputRecord:
     """All that has come for one request."""
 
-    __slots__ = ("created", "logprobs", "prompt", "prompt_logprobs", "request_id", "times", "tokens", "top_logprobs")
+    __slots__ = ("created", "logprobs", "prompt", "prompt_logprobs", "request_id", "started", "times", "tokens", "top_logprobs")
 
     def __init__(self, request: GenerateRequest, created: float) -> None:
         self.request_id = request.request_id
@@ -25,6 +25,7 @@ class OutputRecord:
         self.times: list[float] | None = [] if request.record_timestamps else None
         self.top_logprobs: list[TopLogprobs] | None = [] if request.sampling.logprobs else None
         self.prompt_logprobs: list[float | None] | None = None
+        self.started: Usage | None = None  # what the first chunk told
 
     def add(self, chunk: TokenChunk) -> Snapshot:
         """Take a chunk in; the snapshot tells what is known with it."""
@@ -34,6 +35,7 @@ class OutputRecord:
             self.times.extend(chunk.timestamps)
         if self.top_logprobs is not None:
             self.top_logprobs.extend(chunk.top_logprobs)
+        self.started = self.started or chunk.usage
         if chunk.prompt_logprobs is not None:
             self.prompt_logprobs = list(chunk.prompt_logprobs)
         return Snapshot(self, len(self.tokens), chunk)
@@ -57,7 +59,8 @@ class Snapshot:
 
     def output(self) -> GenerationOutput:
         """A new output; nobody else holds its lists, but for the prompt's, which is not to be changed."""
-        record, chunk, count, usage = self.record, self.chunk, self.count, self.chunk.usage
+        record, chunk, count = self.record, self.chunk, self.count
+        usage = chunk.usage or record.started
         output = GenerationOutput(
             request_id=record.request_id,
             prompt_ids=record.prompt,

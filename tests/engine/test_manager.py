@@ -150,6 +150,8 @@ def test_streams_are_cumulative_and_complete(make: Make, depth: int) -> None:
     assert [output.generated_tokens for output in outputs] == [tokens_after(3, n) for n in range(1, 10)]
     assert [output.status for output in outputs] == [RequestStatus.DECODING] * 8 + [FINISHED]
     assert [output.finish_reason for output in outputs] == [None] * 8 + ["length"]
+    assert len({output.lifespan[0] for output in outputs}) == 1 and outputs[0].lifespan[0] >= outputs[0].created_time
+    assert [output.lifespan[1] > 0 for output in outputs] == [False] * 8 + [True]
 
 
 def test_zero_and_negative_lengths_give_nothing(make: Make) -> None:
