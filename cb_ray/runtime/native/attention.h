@@ -53,6 +53,31 @@ struct Job {
   int64_t partials;  // where its partials begin, in floats; used when tasks > 1
 };
 
+enum class Activation { silu, gelu_tanh };
+
+// out = x weight^T, and what a model does right after it, rounded where the model would round:
+// out = residual + (activation(x gate^T) * (x weight^T + bias)). Null: left out. Strides are in elements.
+struct Linear {
+  const void* x;  // [rows, depth]
+  int64_t x_row;
+  const void* weight;  // [columns, depth]
+  const void* gate;  // as weight
+  int64_t weight_row;
+  const void* bias;  // [columns]
+  const void* residual;  // [rows, columns]
+  int64_t residual_row;
+  void* out;  // [rows, columns]
+  int64_t out_row;
+  Type type;  // of all of them
+  Activation activation;
+  int rows, depth, columns;
+  // x as the kernels want it, made by `prepare`: for few rows floats or x itself, for many rows panels of lanes.
+  const void* few;  // [rows, few_row], or null
+  int64_t few_row;
+  float* many;  // panels of kLinearLanes rows, each [many_depth, rows rounded up to 16]
+  int many_depth;
+};
+
 struct Kernels {
   const char* name;
   // Bytes of working memory that one task needs.
@@ -61,6 +86,13 @@ struct Kernels {
   void (*run)(const Attention&, const Job&, int begin, int end, float* partials, char* scratch);
   // Fold the partials of all chunks, in order, and write the answer.
   void (*finish)(const Attention&, const Job&, float* partials, char* scratch);
+  // Whether numbers of a type are multiplied in pairs, and whether so many rows of x are few.
+  bool (*pairs)(Type);
+  bool (*few)(int rows, int depth, Type);
+  // Elements [begin, end) of every row of x, multiples of 32.
+  void (*prepare)(const Linear&, int begin, int end);
+  // Columns [begin, end), begin a multiple of 16. `wide` holds 16 * depth floats.
+  void (*multiply)(const Linear&, int begin, int end, float* wide);
   // The greatest of each row's `columns` numbers, and where it first stands. NaN counts as greatest, as in torch.max.
   void (*greatest)(const void* rows, Type type, int64_t stride, int64_t columns, int64_t begin, int64_t end, float* values,
                    int64_t* places);
@@ -72,6 +104,8 @@ constexpr int kTileLanes = 64;  // query rows (queries * group) of a tile, unles
 constexpr int kTileBlock = 64;  // keys a tile looks at in one go
 constexpr int kTileChunk = 2048;  // keys
 constexpr int kShortTileChunk = 256;  // keys, for tiles of at most 16 rows: few rows over a long past is what needs splitting
+
+constexpr int kLinearLanes = 64;  // rows of x multiplied at a time
 
 constexpr int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
 // Floats of one partial: rows of m, rows of l, and rows * dv of the sum, rows and dv rounded up to 16.

@@ -116,14 +116,13 @@ def compile_into(built: Path, torch: Torch, compiler: Path) -> None:
         folder = Path(name)
         common = [str(compiler), *FLAGS]
         headers = ["-isystem", str(torch.root / "include"), TORCH_FLOOR]
-        orders = {
-            "plan": [*common, "-c", str(HERE / "plan.cpp")],
-            "paged_attention": [*common, *headers, "-c", str(HERE / "paged_attention.cpp")],
-        }
+        orders = {name: [*common, "-c", str(HERE / f"{name}.cpp")] for name in ("plan", "linear_plan")}
+        orders |= {name: [*common, *headers, "-c", str(HERE / f"{name}.cpp")] for name in ("paged_attention", "linear_ops")}
+        needed = (*orders, "portable")
         for level, flags in LEVELS.items():
             orders[level] = [*common, *flags, f"-DLEVEL={level}", "-c", str(HERE / "kernels.cpp")]
         failures = _run({key: [*order, "-o", str(folder / f"{key}.o")] for key, order in orders.items()})
-        for key in ("plan", "paged_attention", "portable"):
+        for key in needed:
             if key in failures:
                 raise BuildError(f"{compiler} could not compile {key}: {failures[key]}")
         levels = [level for level in LEVELS if level not in failures]

@@ -23,6 +23,17 @@ namespace {
 #include "stream.h"
 //
 #include "tiles.h"
+bool pairs(Type type) {
+#if defined(__AVX512BF16__)
+  return type == Type::bf16;
+#else
+  (void)type;
+  return false;
+#endif
+}
+
+//
+#include "linear.h"
 
 size_t scratch(const Attention& a) {
   const size_t stream = stream_scratch(a), tile = tile_scratch(a);
@@ -63,6 +74,25 @@ void finish(const Attention& a, const Job& j, float* partials, char* memory) {
   else write_stream(a, j, whole);
 }
 
+void prepare(const Linear& l, int begin, int end) {
+  switch (l.type) {
+    case Type::f32: return prepare_as<float, false>(l, begin, end);
+    case Type::bf16: return pairs(l.type) ? prepare_as<bf16, true>(l, begin, end) : prepare_as<bf16, false>(l, begin, end);
+    case Type::f16: return prepare_as<f16, false>(l, begin, end);
+  }
+}
+
+void multiply(const Linear& l, int begin, int end, float* wide) {
+#if defined(__AVX512BF16__)
+  if (l.type == Type::bf16) return multiply_as<bf16, PairDots, Pairs>(l, begin, end, wide);
+#endif
+  switch (l.type) {
+    case Type::f32: return multiply_as<float, WidenedDots<float>, Floats>(l, begin, end, wide);
+    case Type::bf16: return multiply_as<bf16, WidenedDots<bf16>, Floats>(l, begin, end, wide);
+    case Type::f16: return multiply_as<f16, WidenedDots<f16>, Floats>(l, begin, end, wide);
+  }
+}
+
 template <class T>
 float number_at(const T* at) {
   T one[W] = {*at};
@@ -93,7 +123,7 @@ int64_t greatest_of(const T* row, int64_t columns, float* value) {
   }
   if (!usual)
     for (i = 0; i < columns; i++)
-      if ((*value = number_at(row + i)) != *value) return i;
+      if (*value = number_at(row + i); *value != *value) return i;
   *value = highest;
   for (i = 0; i + W <= columns; i += W) {
     float lanes[W];
@@ -121,6 +151,7 @@ void greatest(const void* rows, Type type, int64_t stride, int64_t columns, int6
 }  // namespace LEVEL
 
 extern const Kernels SYMBOL(LEVEL);
-const Kernels SYMBOL(LEVEL) = {NAME(LEVEL), LEVEL::scratch, LEVEL::run, LEVEL::finish, LEVEL::greatest};
+const Kernels SYMBOL(LEVEL) = {NAME(LEVEL),   LEVEL::scratch,           LEVEL::run,     LEVEL::finish,   LEVEL::pairs,
+                                LEVEL::few,      LEVEL::prepare, LEVEL::multiply, LEVEL::greatest};
 
 }  // namespace cb_ray

@@ -59,6 +59,17 @@ class NativeOps:
     """(logits [rows, vocabulary]) -> (float32 [rows], int64 [rows]): the greatest of each row and the first place where it
     stands, as `logits.max(-1)`, NaN included; no float copy of the logits is made."""
 
+    linear: Callable[..., Tensor]
+    """(x [..., K], weight [N, K], bias, residual) -> [..., N]: x weight^T + bias, rounded, then added to the residual.
+
+    x is contiguous and K a multiple of 32. The weight is read as it lies. Made for the few rows of a step."""
+
+    linear_qkv: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """(x, query weight, key weight, value weight, and a bias or None for each): three linears of the same x in one call."""
+
+    gated_mlp: Callable[..., Tensor]
+    """(x, gate, up, down, gelu_tanh, residual): down(act(x gate^T) * x up^T), act SiLU or the tanh form of GELU."""
+
     @property
     def level(self) -> str:
         """The dispatch level in use."""
@@ -104,6 +115,9 @@ def _ops(path: Path) -> NativeOps:
         write_kv=here.write_kv.default,
         write_and_attend=here.write_and_attend.default,
         greatest=here.greatest.default,
+        linear=here.linear.default,
+        linear_qkv=here.linear_qkv.default,
+        gated_mlp=here.gated_mlp.default,
     )
 
 
@@ -131,3 +145,15 @@ def _register_fakes() -> None:
     def _(logits):
         rows = logits.shape[0]
         return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.int64)
+
+    @torch.library.register_fake("cb_ray::linear")
+    def _(x, weight, bias, residual):
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+    @torch.library.register_fake("cb_ray::linear_qkv")
+    def _(x, query, key, value, query_bias, key_bias, value_bias):
+        return tuple(x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in (query, key, value))
+
+    @torch.library.register_fake("cb_ray::gated_mlp")
+    def _(x, gate, up, down, gelu_tanh, residual):
+        return x.new_empty(*x.shape[:-1], down.shape[0])

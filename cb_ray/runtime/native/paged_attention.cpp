@@ -1,10 +1,6 @@
 // The torch ops: what arguments may be, and nothing of how they are computed.
 //
 // Written against torch's stable C ABI: it compiles in a second, and what it builds runs under every torch from 2.11 on.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -12,41 +8,13 @@
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "levels.h"
-#include "plan.h"
 
 namespace cb_ray {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-// ---- threads ----
-
-void in_parallel(int workers, const std::function<void()>& body) {
-  if (workers <= 1) return body();
-  const auto call = [](int64_t begin, int64_t end, void* context) {
-    for (; begin < end; begin++) (*static_cast<const std::function<void()>*>(context))();
-  };
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, workers, 1, call, const_cast<std::function<void()>*>(&body)));
-}
-
-int num_threads() {
-  uint32_t threads = 1;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
-  return int(threads);
-}
-
 // ---- arguments ----
-
-Type type_of(const Tensor& t, const char* name) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return Type::f32;
-    case ScalarType::BFloat16: return Type::bf16;
-    case ScalarType::Half: return Type::f16;
-    default: STD_TORCH_CHECK(false, "cb_ray: ", name, " must be float32, bfloat16 or float16");
-  }
-}
 
 void check_cache(const Tensor& cache, const char* name) {
   STD_TORCH_CHECK(cache.dim() == 4, "cb_ray: ", name, " must be [blocks, page, kv_heads, dim], has ", cache.dim(), " dimensions");
@@ -76,15 +44,6 @@ std::vector<float> floats(const Tensor& t, int64_t size) {
     }
   }
   return out;
-}
-
-Tensor empty_rows(const Tensor& like, int64_t rows, int64_t heads, int64_t width) {
-  const int64_t sizes[] = {rows, heads, width}, strides[] = {heads * width, width, 1};
-  int32_t dtype;
-  AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(3, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
-  return Tensor(made);
 }
 
 // ---- the ops ----
@@ -146,7 +105,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   }
   int32_t bad_block[2] = {0, 0};
   a.bad_block = bad_block;
-  Tensor out = empty_rows(query, rows, a.heads, a.dv);
+  Tensor out = empty({rows, a.heads, a.dv}, dtype_of(query));
   a.out = out.data_ptr();
   const int64_t row_bytes = int64_t(a.heads) * a.dv * (a.query_type == Type::f32 ? 4 : 2);
   std::memset(static_cast<char*>(a.out) + used * row_bytes, 0, (rows - used) * row_bytes);
@@ -207,18 +166,11 @@ Tensor write_and_attend(const Tensor& query, const Tensor& key, const Tensor& va
   return paged_attention(query, key_cache, value_cache, block_table, cu_q, starts, scale, window, softcap, sinks);
 }
 
-Tensor empty_vector(int64_t size, int32_t dtype) {
-  const int64_t stride = 1;
-  AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, dtype, aoti_torch_device_type_cpu(), 0, &made));
-  return Tensor(made);
-}
-
 std::tuple<Tensor, Tensor> greatest(const Tensor& logits) {
   STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, "cb_ray: logits must be [rows, vocabulary]");
   if (logits.size(1) > 1 && logits.stride(1) != 1) return greatest(torch::stable::contiguous(logits));
   const int64_t rows = logits.size(0), columns = logits.size(1), stride = logits.stride(0);
-  Tensor values = empty_vector(rows, aoti_torch_dtype_float32()), places = empty_vector(rows, aoti_torch_dtype_int64());
+  Tensor values = empty({rows}, aoti_torch_dtype_float32()), places = empty({rows}, aoti_torch_dtype_int64());
   const Kernels& level = kernels();
   const Type type = type_of(logits, "logits");
   const void* from = logits.data_ptr();
@@ -234,7 +186,7 @@ std::tuple<Tensor, Tensor> greatest(const Tensor& logits) {
 }  // namespace
 }  // namespace cb_ray
 
-STABLE_TORCH_LIBRARY(cb_ray, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(cb_ray, m) {
   m.def(
       "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor cu_q, Tensor starts, "
       "float scale, int window, float softcap, Tensor? sinks) -> Tensor");

@@ -2,38 +2,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <vector>
+
+#include "arena.h"
 
 namespace cb_ray {
 namespace {
 
 struct Task {
   int job, begin, end;  // chunks
-};
-
-// Memory of one thread that grows and is kept, so that a step allocates nothing.
-class Arena {
- public:
-  char* reserve(size_t bytes) {
-    if (bytes > size_) {
-      std::free(memory_);
-      size_ = (bytes + bytes / 2 + 4095) / 4096 * 4096;
-      memory_ = static_cast<char*>(std::aligned_alloc(64, size_));
-      if (!memory_) {
-        size_ = 0;
-        throw std::bad_alloc();
-      }
-    }
-    return memory_;
-  }
-  ~Arena() { std::free(memory_); }
-
- private:
-  char* memory_ = nullptr;
-  size_t size_ = 0;
 };
 
 struct Plan {
