@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ from ..core.engine_core import EngineCore
 from ..core.layout import CacheLayout
 from ..core.request import RequestLimits
 from ..runtime.kv_cache import KVCache
-from ..runtime.model_runner import ModelRunner
+from ..runtime.model_runner import EvalMode, ModelRunner
 from ..runtime.prepacked import PrepackedLinears
 from ..runtime.sampling import Processor
 from ..sizing import Machine, ModelFacts, resolve
@@ -46,13 +47,29 @@ def build(
     MemoryError when what was asked for does not fit.
     """
     config.validate()
-    model.eval()
-    way = find_way(model, config.page_size, backend)
+    mode = EvalMode(model)
+    mode.enter()
+    try:
+        way = find_way(model, config.page_size, backend)
+    finally:
+        mode.leave()
+    if not way.pages:
+        logger.warning("%s is served row by row, %s: right, but slower than packed", type(model).__name__, way.name)
+    return _assemble(model, way, config, hints, tuple(processors) or tuple(transformers_processors(model, generation_config)))
+
+
+def _assemble(
+    model: PreTrainedModel,
+    way: Way,
+    config: ContinuousBatchingConfig,
+    hints: WorkloadHints | None,
+    processors: tuple[Processor, ...],
+) -> EngineParts:
+    """Everything after the model was tried: measured, sized and allocated anew each time."""
     machine = measure(model.device)
     facts = resolve(config, _model_facts(model, way), machine, hints=hints, entropy=secrets.randbits(62), compile_fallback=None)
     if not way.pages:  # pages are only counted: what a request computed stays with it
         facts = replace(facts, allow_block_sharing=False, cpu_offload_bytes=0)
-        logger.warning("%s is served row by row, %s: right, but slower than packed", type(model).__name__, way.name)
     for note in facts.notes:
         logger.warning(note)
     layout = CacheLayout.sized(way.layers, page_size=facts.page_size, itemsize=model.dtype.itemsize, num_blocks=facts.num_blocks)
@@ -60,8 +77,7 @@ def build(
     cache = None
     if way.pages:
         cache = KVCache(layout, dtype=model.dtype, device=model.device, num_host_sectors=host_sectors)
-    processors = processors or transformers_processors(model, generation_config)
-    runner = ModelRunner(way.make(cache, prepacked(model, machine)), model.device, processors)
+    runner = ModelRunner(way.make(cache, prepacked(model, machine)), model.device, processors, EvalMode(model))
     longest = max_length(model)
     limits = RequestLimits(
         vocab_size=_input_vocabulary(model, way),
@@ -71,7 +87,8 @@ def build(
         long_from=long_from(model),
     )
     core = EngineCore(facts=facts, layout=layout, limits=limits, num_host_sectors=host_sectors)
-    return EngineParts(core=core, runner=runner, facts=facts, limits=limits)
+    rebuild = partial(_assemble, model, way, config, hints, processors)
+    return EngineParts(core=core, runner=runner, facts=facts, limits=limits, rebuild=rebuild)
 
 
 def prepacked(model: PreTrainedModel, machine: Machine) -> PrepackedLinears | None:

@@ -85,6 +85,7 @@ class ContinuousBatchingManager:
         self.background_thread_status = BackgroundThreadStatus(self)
         self._hints = workload_hints or WorkloadHints()
         self._builder = build
+        self._again: Callable[[], EngineParts] | None = None
         self._clock = clock
         self._life = turnstile()
         self._destroyed = False
@@ -116,10 +117,15 @@ class ContinuousBatchingManager:
         )
 
     def _build(self) -> EngineParts:
-        build = self._builder
-        if build is None:
-            from .build import build
-        return build(self.model, self.generation_config, self.wish, self._hints)
+        if self._again is None:
+            build = self._builder
+            if build is None:
+                from .build import build
+            parts = build(self.model, self.generation_config, self.wish, self._hints)
+        else:
+            parts = self._again()
+        self._again = parts.rebuild
+        return parts
 
     # ---- what there is to see -----------------------------------------------------------------------------------------------
 

@@ -60,12 +60,13 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """One engine, ready to run."""
+    """One engine, ready to run. `rebuild` makes the next one like it without trying the model again, where there is a short way."""
 
     core: Core
     runner: Runner
     facts: EngineFacts
     limits: RequestLimits
+    rebuild: Callable[[], EngineParts] | None = None
 
 
 Build = Callable[[Any, Any, ContinuousBatchingConfig, WorkloadHints], EngineParts]  # (model, generation_config, config, hints)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from ..core.plan import BatchPlan, StepResult
 from ..messages import TopLogprobs
@@ -34,24 +35,51 @@ class Ticket:
     result: StepResult
 
 
+class EvalMode:
+    """Dropout and the like are off between `enter` and `leave`; modules that were training before are training again after."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._training: list[nn.Module] | None = None
+
+    def enter(self) -> None:
+        """Idempotent."""
+        if self._training is None:
+            self._training = [module for module in self._model.modules() if module.training]
+            self._model.eval()
+
+    def leave(self) -> None:
+        """Idempotent."""
+        for module in self._training or ():
+            module.training = True
+        self._training = None
+
+
 class ModelRunner:
     """The engine's hands: one forward pass and one sampling a step."""
 
     depth = 1
 
-    def __init__(self, forward: Forward, device: torch.device, processors: Sequence[Processor] = ()) -> None:
+    def __init__(
+        self, forward: Forward, device: torch.device, processors: Sequence[Processor] = (), mode: EvalMode | None = None
+    ) -> None:
         self._forward = forward
+        self._mode = mode
         self._device = device
         self._processors = tuple(processors)
         self._sampled: torch.Tensor | None = None  # tokens of the last step, on the device, for the step after it
 
     def install(self) -> None:
         """Make the model ready for steps. Idempotent."""
+        if self._mode is not None:
+            self._mode.enter()
         self._forward.install()
 
     def restore(self) -> None:
         """Give the model back as its owner knows it. Idempotent."""
         self._forward.restore()
+        if self._mode is not None:
+            self._mode.leave()
 
     def warmup(self, progress: bool = False) -> None:
         """Nothing to prepare: eager torch code has no shapes to compile."""
@@ -62,6 +90,7 @@ class ModelRunner:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
+        self.restore()
         self._forward.close()
 
     def submit(self, plan: BatchPlan) -> Ticket:

@@ -165,6 +165,43 @@ def test_the_model_is_left_as_it_was_found(attention: str) -> None:
     assert len({thread for thread in threading.enumerate() if "cb-ray" in thread.name}) == 0
 
 
+def test_a_model_in_training_is_served_without_dropout_and_trains_on() -> None:
+    """Between steps and in a pause its owner may set it to training; the engine computes in eval mode and puts that back."""
+    model = make_model("llama", attention_dropout=0.5)
+    wanted = alone(model, PROMPTS[0], greedy())
+    model.train()
+    model.lm_head.eval()
+    assert generate_batch(model, PROMPTS[:1], greedy(), SMALL)["req_0"].generated_tokens == wanted
+    assert model.training and model.model.layers[0].self_attn.training and not model.lm_head.training
+    model.eval()
+    manager = init_continuous_batching(model, greedy(), SMALL)
+    manager.start()
+    with manager.pause():
+        model.train()
+    name = manager.add_request(PROMPTS[0])
+    output = manager.get_result(name, timeout=PATIENCE)
+    assert output is not None and output.generated_tokens == wanted
+    manager.destroy()
+    assert model.training
+
+
+def test_a_restart_does_not_try_the_model_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of running it was found at the first build; a second session is sized and allocated anew, no more."""
+    from cb_ray.engine import build
+
+    model, tried = make_model("llama"), []
+    find_way = build.find_way
+    monkeypatch.setattr(build, "find_way", lambda *args: tried.append(1) or find_way(*args))
+    manager = init_continuous_batching(model, greedy(), SMALL)
+    for _ in range(3):
+        manager.start()
+        output = manager.get_result(manager.add_request(PROMPTS[0]), timeout=PATIENCE)
+        assert output is not None and output.generated_tokens == alone(model, PROMPTS[0], greedy())
+        manager.stop()
+    assert len(tried) == 1
+    manager.destroy()
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_other_threads_use_the_model_while_it_serves(attention: str) -> None:
     """The switch is the engine thread's alone: a plain forward, a copy and a pickle of the config in between are ordinary."""
