@@ -18,6 +18,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..errors import EngineFailedError
+
 _TIE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.05}  # margins up to this are ties: steps of rounding in the logits
 _PAGE = 16
 
@@ -100,6 +102,8 @@ class Certifier:
             ids = manager.add_requests([list(prompt) for prompt in prompts])
             for _ in range(len(prompts) * children):
                 output = manager.get_result()
+                if output is None:
+                    raise EngineFailedError(str(manager.fatal_error or "the engine stopped"))
                 outputs[output.request_id] = output
             stats = manager.stats()
         order = [child for parent in ids for child in [*(f"{parent}__child#{k}" for k in range(children - 1)), parent]]
@@ -177,7 +181,7 @@ def run(given: argparse.Namespace) -> int:
     path = resolve_model(given.model).path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, given.dtype)).to(given.device).eval()
     tie = _TIE[given.dtype] if given.tie is None else given.tie
-    prompts = make_prompts(int(model.get_input_embeddings().num_embeddings))
+    prompts = make_prompts(model.config.get_text_config().vocab_size)
     certifier = Certifier(model, prompts, given.tokens, tie)
     outcomes = [check() for check in tqdm(list(certifier.checks()), desc="verify", unit="check", disable=None)]
     print(f"{given.model}, {given.dtype}, {given.device}: greedy tokens against model.generate, ties up to a margin of {tie:g}\n")

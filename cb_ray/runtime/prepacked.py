@@ -28,21 +28,19 @@ class PrepackedLinears:
     """The linear layers of one model. `refresh` after the weights have changed; `release` gives the modules back."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [_Packed(module) for module in model.modules() if _can_pack(module)]
+        self._layers = [_Packed(module) for module in _packable(model)]
 
     @staticmethod
     def bytes_needed(model: nn.Module) -> int:
         """Memory of the packed copies."""
-        return sum(
-            m.weight.numel() * m.weight.element_size() for m in model.modules() if isinstance(m, nn.Linear) and _can_pack(m)
-        )
+        return sum(module.weight.numel() * module.weight.element_size() for module in _packable(model))
 
     def refresh(self) -> None:
         """Pack the weights as they are now, and let the modules use them."""
         with torch.inference_mode():
             for layer in self._layers:
                 layer.weight = torch.ops.mkldnn._reorder_linear_weight(layer.module.weight.detach(), _ROWS)
-                layer.module.forward = _forward(layer)
+                layer.module.__dict__["forward"] = _forward(layer)
 
     def release(self) -> None:
         """The modules compute as before; the copies are gone. Idempotent."""
@@ -51,7 +49,11 @@ class PrepackedLinears:
             layer.weight = None
 
 
-def _can_pack(module: nn.Module) -> bool:
+def _packable(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear) and _can_pack(module)]
+
+
+def _can_pack(module: nn.Linear) -> bool:
     """Exactly `nn.Linear` (a subclass may compute something else), untouched by anyone, on a CPU whose kernels have packed layouts."""
     return (
         type(module) is nn.Linear

@@ -68,7 +68,7 @@ def test_replicas_share_a_laptop_and_take_a_gpu_each_where_there_are_some():
     args = parse_args({"pool": {"min_replicas": 1, "max_replicas": 2}})
     cpu = settle(args, LAPTOP)
     assert (cpu.num_gpus, cpu.num_threads) == (0.0, 1)
-    assert 2 * cpu.num_cpus + args.router.num_cpus <= LAPTOP.num_cpus
+    assert cpu.num_cpus is not None and 2 * cpu.num_cpus + args.router.num_cpus <= LAPTOP.num_cpus
     assert cpu.config["max_memory_percent"] == pytest.approx(0.3)
     gpu = settle(args, GPUS)
     assert (gpu.num_gpus, gpu.num_cpus) == (1.0, 1.0) and "max_memory_percent" not in gpu.config
