@@ -50,12 +50,8 @@ class WorkloadHints:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            _require(
-                _whole(getattr(self, f.name), 0),
-                f.name,
-                getattr(self, f.name),
-                "a whole number, 0 (unknown) or more",
-            )
+            value = getattr(self, f.name)
+            _require(_whole(value, 0), f.name, value, "a whole number, 0 (unknown) or more")
 
 
 @dataclass
@@ -68,29 +64,29 @@ class ContinuousBatchingConfig:
 
     page_size: int = DEFAULT_PAGE_SIZE  # tokens per page; the default lets the engine choose what suits the device
     num_blocks: int | None = None  # capacity in whole-model blocks of page_size tokens; None: from memory
-    max_batch_tokens: int | None = None  # tokens in one step
+    max_batch_tokens: int | None = None  # tokens in one step; None: 8192 (512 on a CPU), less where memory is short
     max_memory_percent: float | None = None  # share of free memory, between 0 and 1
-    max_requests_per_batch: int | None = None
+    max_requests_per_batch: int | None = None  # requests in one step; None: 1024, less where memory is short
     max_blocks_per_request: int | None = None  # width of the decode block table; 0 switches that path off
     allow_block_sharing: bool = True  # prefix caching, and forks that share pages
-    use_async_batching: bool | None = None
-    use_cuda_graph: bool | tuple[bool, bool] | None = None  # one value, or (varlen, decode)
-    q_padding_interval_size: int = 0
-    kv_padding_interval_size: int = 0
-    varlen_compile_config: CompileConfig | None = None
-    decode_compile_config: CompileConfig | None = None
-    default_compile_level: int = 0
-    scheduler_type: str = "fifo"
+    use_async_batching: bool | None = None  # plan a step while the one before runs; None: where the device can
+    use_cuda_graph: bool | tuple[bool, bool] | None = None  # one value, or (varlen, decode); None: where it pays
+    q_padding_interval_size: int = 0  # tokens; steps are padded to a multiple of it, for graphs; 0: 64
+    kv_padding_interval_size: int = 0  # cached tokens, likewise; 0: 16384
+    varlen_compile_config: CompileConfig | None = None  # torch.compile for steps of any shape
+    decode_compile_config: CompileConfig | None = None  # torch.compile for steps of single tokens
+    default_compile_level: int = 0  # where no compile config is given: 1 default, 2 and 3 max-autotune, 3 static shapes
+    scheduler_type: str = "fifo"  # who is served first
     safety_margin: float | None = None  # share of blocks kept free of new requests; None: the scheduler's own
-    return_logprobs: bool = False
-    seed: int | None = None
-    auto_switch_to_flash: bool = True
+    return_logprobs: bool = False  # a logprob for each generated token
+    seed: int | None = None  # of the engine; None: a random one
+    auto_switch_to_flash: bool = True  # take a flash attention kernel where there is one
     cpu_offload_space: float | None = 0.0  # GiB; None: as much as the threshold allows
     cpu_offload_space_safety_threshold: float = 0.8  # share of available RAM
     max_queue_size: int = 0  # requests that may wait; 0: any number
-    per_request_processors: bool = False
-    drop_unsupported_processors: bool = True
-    disable_nccl_graph_mixing: bool = True
+    per_request_processors: bool = False  # requests may bring sampling parameters of their own
+    drop_unsupported_processors: bool = True  # what is not computed is dropped with a warning; False: refused by name
+    disable_nccl_graph_mixing: bool = True  # faster tensor parallelism; nobody else may use NCCL beside the engine
     cpu_group_timeout: float | None = 300.0  # seconds; None: wait for ever
     use_default_compile_configs: bool | None = None  # deprecated: default_compile_level
     max_cached_graphs: int | None = None  # deprecated, without effect
@@ -150,7 +146,7 @@ class ContinuousBatchingConfig:
 
     def validate(self) -> None:
         """Raises ConfigError for the first field whose value is of the wrong type or out of range."""
-        for name, holds, wanted in _RULES:
+        for name, holds, wanted in RULES:
             value = getattr(self, name)
             _require(holds(value), name, value, wanted)
         if self.scheduler_type not in SCHEDULER_TYPES:
@@ -292,7 +288,7 @@ def _between(low: float, high: float) -> Callable[[object], bool]:
 
 
 _Rule = tuple[str, Callable[[object], bool], str]
-_RULES: tuple[_Rule, ...] = (
+RULES: tuple[_Rule, ...] = (
     (
         "page_size",
         _at_least(MIN_PAGE_SIZE),

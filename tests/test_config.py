@@ -162,3 +162,10 @@ def test_facts_explain_where_the_bytes_go() -> None:
     ).explain()
     for part in ("2.0 KiB", "KV cache", "50.0%", "left over", "hold 80 tokens", "use_cuda_graph is ignored"):
         assert part in text
+
+
+def test_the_page_about_settings_is_made_of_them() -> None:
+    """docs/configuration.md says what the code says; `python -m tests.config_page > docs/configuration.md` renews it."""
+    from tests import config_page
+
+    assert config_page.PAGE.read_text() == config_page.page()

@@ -17,6 +17,8 @@ import torch
 from transformers import GenerationConfig, LlamaConfig
 
 import cb_ray
+from cb_ray.config import ContinuousBatchingConfig
+from cb_ray.engine.build import build
 from cb_ray.engine.generate import (
     attach,
     continuous_batching_context_manager,
@@ -25,7 +27,8 @@ from cb_ray.engine.generate import (
     init_continuous_batching,
 )
 from cb_ray.engine.manager import CACHED_MANAGER
-from cb_ray.errors import ConfigError
+from cb_ray.engine.ways import find_way
+from cb_ray.errors import ConfigError, UnsupportedModelError
 from cb_ray.messages import GenerationOutput, RequestStatus
 from tests.engine.fakes import PATIENCE, Background
 from tests.tiny import make_model
@@ -165,6 +168,19 @@ def test_the_model_is_left_as_it_was_found(attention: str) -> None:
     assert len({thread for thread in threading.enumerate() if "cb-ray" in thread.name}) == 0
 
 
+def test_a_model_that_is_refused_is_left_as_it_was_found() -> None:
+    """Attention, mode and logits; the reason is in the error."""
+    model = make_model("llama")
+    model.set_attn_implementation("eager")
+    before = plain_logits(model)
+    model.train()
+    with pytest.raises(UnsupportedModelError, match="no attention backend called 'nowhere'"):
+        build(model, greedy(), ContinuousBatchingConfig.of(SMALL), backend="nowhere")
+    assert model.training and model.config._attn_implementation == "eager"
+    model.eval()
+    assert torch.allclose(plain_logits(model), before, atol=1e-6)
+
+
 def test_a_model_in_training_is_served_without_dropout_and_trains_on() -> None:
     """Between steps and in a pause its owner may set it to training; the engine computes in eval mode and puts that back."""
     model = make_model("llama", attention_dropout=0.5)
@@ -187,11 +203,8 @@ def test_a_model_in_training_is_served_without_dropout_and_trains_on() -> None:
 
 def test_a_restart_does_not_try_the_model_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of running it was found at the first build; a second session is sized and allocated anew, no more."""
-    from cb_ray.engine import build
-
     model, tried = make_model("llama"), []
-    find_way = build.find_way
-    monkeypatch.setattr(build, "find_way", lambda *args: tried.append(1) or find_way(*args))
+    monkeypatch.setattr("cb_ray.engine.build.find_way", lambda *args: tried.append(1) or find_way(*args))
     manager = init_continuous_batching(model, greedy(), SMALL)
     for _ in range(3):
         manager.start()
