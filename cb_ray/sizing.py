@@ -28,6 +28,7 @@ from .errors import ConfigError, DeviceError
 GIB = 1 << 30
 _INDEX_BYTES_PER_TOKEN = 64  # ids, positions, slots and the like, host and device
 _CPU_CACHE_BYTES = 4 * GIB  # a host is shared, with other replicas too: more than this only by num_blocks or max_memory_percent
+_MOST_BLOCKS = 1 << 18  # the host keeps a record of each; a model whose pages are tiny needs no more
 _FEWEST_BATCH_TOKENS = 256
 _FEWEST_REQUESTS = 16
 _MOST_REQUESTS = 1024
@@ -223,6 +224,7 @@ def _divide(
     sectors = max(wanted, groups) if wanted is not None else left // sector - 1
     if wanted is None and block:
         sectors = min(sectors, _useful_sectors(hints, requests, page_size, sector, block, groups))
+        sectors = min(sectors, max(groups, _MOST_BLOCKS * block // sector))
         if model.device_type == "cpu" and wish.max_memory_percent is None:
             sectors = min(sectors, max(groups, _CPU_CACHE_BYTES // sector))
     return _Room(tokens, requests, workspace, max(sectors, groups))

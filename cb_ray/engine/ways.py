@@ -6,6 +6,7 @@ forward pass is not taken; a model that no way serves is refused with the reason
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from ..runtime.backends import EagerBackend, SdpaBackend
 from ..runtime.kv_cache import KVCache
 from ..runtime.model_runner import Forward
 from ..runtime.native_backend import NativeBackend
-from ..runtime.own_cache_forward import Manner, OwnCacheForward
+from ..runtime.own_cache_forward import Manner, OwnCacheForward, items_per_token
 from ..runtime.packed_forward import PackedForward
 from ..runtime.prepacked import PrepackedLinears
 from ..runtime.survey import Survey, survey
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of the trial, in standard deviations of the logits
 _HALF_TOLERANCE = 0.25
 _SEEDS = (0, 1, 2)  # of the texts of a trial
-_NO_KV = LayerSpec(0, "full", 1, 1, 1)  # stands for layers whose state does not grow with the sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,19 @@ def _candidates(model: PreTrainedModel, seen: Survey | None, reasons: list[str],
         yield _packed(model, seen, backend)
     if wanted is not None:
         return
-    layers = tuple(site.spec for site in seen.sites) if seen is not None and seen.sites else (_NO_KV,)
-    full = tuple(LayerSpec(s.index, "full", s.kv_heads, s.k_dim, s.v_dim) for s in layers)
     vocab_size = seen.vocab_size if seen is not None else int(model.config.get_text_config(decoder=True).vocab_size)  # pyright: ignore
     manners: tuple[Manner, ...] = ("extend", "single", "again")
     for manner in manners:
-        yield Way(f"own cache ({manner})", False, full, vocab_size, True, _own(model, manner))
+        yield Way(f"own cache ({manner})", False, (_counted(model, manner),), vocab_size, True, _own(model, manner))
+
+
+def _counted(model: PreTrainedModel, manner: Manner) -> LayerSpec:
+    """What a token costs in the model's own cache, as one layer for the core to count."""
+    half = 1
+    if manner != "again":
+        with contextlib.suppress(Exception):  # a cache of another kind: its trial will tell
+            half = -(-items_per_token(model) // 2)
+    return LayerSpec(0, "full", 1, half, half)
 
 
 def _for_a_model_of_two_minds(model: PreTrainedModel, seen: Survey | None, page_size: int) -> Way | None:

@@ -97,3 +97,26 @@ class OwnCacheForward:
         if state is not None and self._cache_name is not None:
             state.cache = getattr(outputs, self._cache_name, None) or state.cache
         return outputs.logits[0]
+
+
+def items_per_token(model: PreTrainedModel) -> int:
+    """By how many items one request's own cache grows with each token: what its pages are counted as. At least 2."""
+    sizes: list[int] = []
+    for length in (8, 16):
+        forward = OwnCacheForward(model, "extend")
+        state = _State(cache=forward._new_cache())
+        with torch.no_grad():
+            forward._call([1] * length, 0, state)
+        sizes.append(_items(getattr(state.cache, "layers", None)))
+    return max(2, (sizes[1] - sizes[0]) // 8)
+
+
+def _items(value: Any) -> int:
+    """Items of all tensors in a cache's layers."""
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, (list, tuple)):
+        return sum(map(_items, value))
+    if isinstance(value, dict):
+        return sum(map(_items, value.values()))
+    return sum(map(_items, vars(value).values())) if type(value).__module__.startswith("transformers.cache_utils") else 0
