@@ -129,6 +129,7 @@ class GenerateRequest:
     resumed_tokens: int = 0  # how many of the last `token_ids` were generated before (failover); seeds and limits count on
     digests: tuple[bytes, ...] = ()  # of the prompt's full pages, if the sender has them (digests.page_digests)
     timeout_s: float | None = None
+    session: str = ""  # requests of one session prefer one replica while nothing speaks for another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

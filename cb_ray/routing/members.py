@@ -38,6 +38,7 @@ class Beat:
     num_waiting: int = 0  # of `live`, not yet started for want of memory or room in a step
     free_tokens: int | None = None  # prompt tokens the cache could still take
     cache_used: float = 0.0
+    cached_tokens: int = 0  # of prompts, found in the cache since the last beat
     prefill_tokens: int = 0  # computed since the last beat …
     decode_tokens: int = 0
     busy_s: float = 0.0  # … in so many seconds of work

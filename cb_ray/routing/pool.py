@@ -93,6 +93,10 @@ class _Place:
     holder: str
 
 
+_COUNTERS = (
+    *("granted", "queued", "refused", "expired", "reaped", "abandoned", "rejected"),
+    *("prompt_tokens", "predicted_tokens", "cached_tokens"),  # granted; of them expected in caches; found in caches
+)
 _ENDS_AGE_S = 0.05  # under a storm of refusals, when places free up is worked out this often and not for each of them
 
 
@@ -115,9 +119,8 @@ class Pool:
         self._seconds_per_request = 0.0
         self._ends: list[float] = []  # seconds until each running request should end, as of …
         self._ends_at = -math.inf
-        self.counters: dict[str, int] = dict.fromkeys(
-            ("granted", "queued", "refused", "expired", "reaped", "abandoned", "rejected"), 0
-        )
+        self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self.reasons: dict[str, int] = {}  # why replicas were chosen → how often
 
     # what callers do
 
@@ -231,6 +234,7 @@ class Pool:
             self._hear_pages(replica, beat)
             self._hear_requests(now, replica, beat)
             self._rates.observe(beat.prefill_tokens, beat.decode_tokens, beat.busy_s)
+            self.counters["cached_tokens"] += beat.cached_tokens
         reply = BeatReply(
             known=True,
             want_full=not replica.has_index,
@@ -305,6 +309,7 @@ class Pool:
             "expected_tokens": self._lengths.mean,
             "index_pages": len(self._index),
             "counters": dict(self.counters),
+            "reasons": dict(self.reasons),
             "replicas": {name: self._describe(now, replica) for name, replica in self._replicas.items()},
         }
 
@@ -374,6 +379,9 @@ class Pool:
         seconds = self.rates.seconds(prefill, decode)
         self._seconds_per_request += (seconds - self._seconds_per_request) * (0.05 if self._seconds_per_request else 1.0)
         self.counters["granted"] += 1
+        self.counters["prompt_tokens"] += ask.num_tokens
+        self.counters["predicted_tokens"] += decision.cached_tokens
+        self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
         self._expect_tick(now + self.limits.lease_timeout_s)
         return Granted(ticket=ask.ticket, replica=name, decision=decision, holder=ask.holder, waited_s=now - waiting.since)
 

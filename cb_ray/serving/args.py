@@ -34,7 +34,6 @@ class RoutingArgs:
 
     policy: Policy = "prefix_aware"
     index_max_bytes: int = 256 * 2**20  # memory the Board may spend on knowing what is cached where
-    session_affinity: bool = False  # requests of one session (x-session-id) prefer one replica
 
     def __post_init__(self) -> None:
         _require(self.index_max_bytes >= 2**16, "routing.index_max_bytes", self.index_max_bytes, "at least 65536")

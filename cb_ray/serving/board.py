@@ -17,18 +17,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
+from ..digests import page_digests
 from ..routing.loads import Ask, RoutingDecision
 from ..routing.members import Beat, BeatReply, Member
 from ..routing.pool import Changes, Expired, Granted, Pool, PoolLimits, Queued, Refused
 from .replica_router import watch_replicas
 
 logger = logging.getLogger("ray.serve")
+
+_DECISIONS_KEPT = 2048
 
 
 @dataclass(slots=True)
@@ -47,6 +51,8 @@ class BoardState:
         self._clock = clock
         self._mailboxes: dict[str, _Mailbox] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._asked: dict[str, str] = {}  # ticket of one who waits → its request
+        self.decisions: OrderedDict[str, Granted] = OrderedDict()  # the last ones, by request
 
     @property
     def now(self) -> float:
@@ -54,10 +60,15 @@ class BoardState:
 
     def acquire(self, ask: Ask) -> Granted | Queued | Refused:
         answer = self.pool.acquire(self.now, ask)
+        if isinstance(answer, Granted):
+            self._remember(ask.request_id, answer)
+        elif isinstance(answer, Queued):
+            self._asked[ask.ticket] = ask.request_id
         self._arm()
         return answer
 
     def release(self, ticket: str, rejected: bool = False) -> None:
+        self._asked.pop(ticket, None)
         self.apply(self.pool.release(self.now, ticket, rejected))
 
     async def listen(self, holder: str, held: Sequence[tuple[str, str, str]] = ()) -> list[Granted | Expired]:
@@ -79,6 +90,9 @@ class BoardState:
     def apply(self, changes: Changes) -> None:
         """Put what changed into the mailboxes of those it concerns, and set the timer."""
         for news in (*changes.granted, *changes.expired):
+            request_id = self._asked.pop(news.ticket, "")
+            if isinstance(news, Granted):
+                self._remember(request_id, news)
             if isinstance(news, Expired) and news.reason == "holder_gone":
                 self._mailboxes.pop(news.holder, None)
                 continue
@@ -86,6 +100,11 @@ class BoardState:
             mailbox.news.append(news)
             mailbox.filled.set()
         self._arm()
+
+    def _remember(self, request_id: str, granted: Granted) -> None:
+        self.decisions[request_id] = granted
+        while len(self.decisions) > _DECISIONS_KEPT:
+            self.decisions.popitem(last=False)
 
     def _arm(self) -> None:
         """One timer, at the pool's deadline; none while there is nothing to wait for."""
@@ -152,8 +171,15 @@ class BoardActor:
         if limits != self._pool.limits:
             self._state.apply(self._pool.configure(self._state.now, limits))
 
-    async def explain(self, ask: Ask) -> RoutingDecision | None:
+    async def explain(self, token_ids: Sequence[int], cache_salt: str = "") -> RoutingDecision | None:
+        """Where a prompt would go now, and why; nothing is reserved."""
+        digests = page_digests(token_ids, self._pool.limits.page_size, cache_salt)
+        ask = Ask(ticket="", request_id="dry run", num_tokens=len(token_ids), digests=digests)
         return self._pool.explain(self._state.now, ask)
+
+    async def decision(self, request_id: str) -> Granted | None:
+        """What was decided for a request, if that was not long ago."""
+        return self._state.decisions.get(request_id)
 
     async def snapshot(self) -> dict[str, object]:
         return self._pool.snapshot(self._state.now)

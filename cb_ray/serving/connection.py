@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.responses import StreamingResponse
@@ -47,8 +47,8 @@ async def _departure(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """Server-sent events from a generator of ready-made bytes, which is closed as soon as the client leaves."""
 
-    def __init__(self, frames: AsyncGenerator[bytes]) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    def __init__(self, frames: AsyncGenerator[bytes], headers: Mapping[str, str] | None = None) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
         super().__init__(frames, media_type="text/event-stream", headers=headers)
         self._frames = frames
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import time
@@ -20,7 +21,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
@@ -30,7 +31,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
 from .. import __version__
-from ..errors import BodyTooLargeError, CbRayError, InvalidRequestError, ReplicaLostError
+from ..errors import BodyTooLargeError, CbRayError, InvalidRequestError, NoReplicaError, ReplicaLostError
 from ..messages import GenerateRequest, SamplingParams
 from ..text.detokenizer import TextDelta
 from .chat_dialect import ChatBody, ChatReply, chat_choices, check_chat, tokenize_chat
@@ -50,6 +51,9 @@ from .openapi import describe
 from .reply import Reply, ReplyHead
 from .served_model import ServedModel
 from .tokenize_dialect import DetokenizeBody, TokenizeBody, detokenize, tokenize
+
+if TYPE_CHECKING:
+    from .pool_view import PoolView
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +77,12 @@ class DoorSettings:
     adds_request_id: bool = True  # False where a proxy in front adds X-Request-Id to the response itself
 
 
-def build_http_app(model: ServedModel, source: TokenSource, settings: DoorSettings | None = None) -> FastAPI:
-    """The ASGI application that serves `model` with tokens from `source`."""
+def build_http_app(
+    model: ServedModel, source: TokenSource, settings: DoorSettings | None = None, pool: PoolView | None = None
+) -> FastAPI:
+    """The ASGI application that serves `model` with tokens from `source`. `pool` keeps places and explains decisions."""
     settings = settings or DoorSettings()
-    door = Door(model, source, settings)
+    door = Door(model, source, settings, pool)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -95,6 +101,8 @@ def build_http_app(model: ServedModel, source: TokenSource, settings: DoorSettin
         ("GET", "/health", door.health, "200 while this process answers."),
         ("GET", "/ready", door.ready, "200 once a first token has been made, which this asks for if need be."),
         ("GET", "/metrics", door.metrics_text, "Prometheus text."),
+        ("GET", "/debug/pool", door.debug_pool, "What the pool knows of its replicas and of who waits."),
+        ("POST", "/debug/route", door.debug_route, "Where a prompt would go now, and why; takes what /tokenize takes."),
     )
     for method, path, handler, summary in routes:
         app.add_api_route(path, door.guard(path, handler), methods=[method], summary=summary, name=handler.__name__)
@@ -108,16 +116,17 @@ _BODIES = {
     "/v1/completions": CompletionsBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/debug/route": TokenizeBody,
 }
 
 
 class Door:
     """The handlers of all routes. One for each application."""
 
-    def __init__(self, model: ServedModel, source: TokenSource, settings: DoorSettings) -> None:
+    def __init__(self, model: ServedModel, source: TokenSource, settings: DoorSettings, pool: PoolView | None = None) -> None:
         self.model = model
         self.metrics = Metrics(model.name)
-        self._source, self._settings = source, settings
+        self._source, self._settings, self._pool = source, settings, pool
         self._threads = ThreadPoolExecutor(settings.num_tokenizer_threads, thread_name_prefix="cb-ray-text")
         self._proof: asyncio.Task[None] | None = None  # that a first token can be made
 
@@ -136,19 +145,21 @@ class Door:
         body = parse_body(ChatBody, await self._body(request))
         self.model.check_name(body.model)
         check_chat(body, self.model)
-        ids = await self._in_thread_if(body.num_chars > _LONG_TEXT, tokenize_chat, body, self.model)
-        head = ReplyHead.new("chatcmpl", self.model, int(time.time()))
-        choices = chat_choices(body, self.model, head, ids)
-        return await self._answer(request, ChatReply(head, body, self.model, choices), streams=bool(body.stream))
+        head, long = ReplyHead.new("chatcmpl", self.model, int(time.time())), body.num_chars > _LONG_TEXT
+        async with self._places(head, body.n or 1, long):
+            ids = await self._in_thread_if(long, tokenize_chat, body, self.model)
+            choices = chat_choices(body, self.model, head, ids)
+            return await self._answer(request, ChatReply(head, body, self.model, choices), streams=bool(body.stream))
 
     async def completions(self, request: Request) -> Response:
         body = parse_body(CompletionsBody, await self._body(request))
         self.model.check_name(body.model)
         check_completions(body)
-        prompts = await self._in_thread_if(body.num_chars > _LONG_TEXT, tokenize_prompts, body, self.model)
-        head = ReplyHead.new("cmpl", self.model, int(time.time()))
-        choices = completion_choices(body, self.model, head, prompts)
-        return await self._answer(request, CompletionsReply(head, body, self.model, choices), streams=bool(body.stream))
+        head, long = ReplyHead.new("cmpl", self.model, int(time.time())), body.num_chars > _LONG_TEXT
+        async with self._places(head, len(body.prompts) * (body.n or 1), long):
+            prompts = await self._in_thread_if(long, tokenize_prompts, body, self.model)
+            choices = completion_choices(body, self.model, head, prompts)
+            return await self._answer(request, CompletionsReply(head, body, self.model, choices), streams=bool(body.stream))
 
     async def tokenize(self, request: Request) -> Response:
         body = parse_body(TokenizeBody, await self._body(request))
@@ -172,7 +183,17 @@ class Door:
         return JSONResponse({"status": "ready"})
 
     async def metrics_text(self, request: Request) -> Response:
-        return Response(self.metrics.text(), media_type=self.metrics.content_type)
+        pool = await self._pool.metrics() if self._pool is not None else b""
+        return Response(self.metrics.text() + pool, media_type=self.metrics.content_type)
+
+    async def debug_pool(self, request: Request) -> Response:
+        return JSONResponse(_known(await self._pool.snapshot() if self._pool is not None else None))
+
+    async def debug_route(self, request: Request) -> Response:
+        body = parse_body(TokenizeBody, await self._body(request))
+        ids = (await self._in_thread_if(body.num_chars > _LONG_TEXT, tokenize, body, self.model))["tokens"]
+        decision = _known(await self._pool.explain(ids) if self._pool is not None else None)
+        return JSONResponse({"prompt_tokens": len(ids), **decision})
 
     def guard(self, route: str, handler: Handler) -> Handler:
         """`handler` with every error as a status in the envelope, and every response counted."""
@@ -193,18 +214,32 @@ class Door:
 
         return guarded
 
+    def _places(self, head: ReplyHead, count: int, long: bool) -> contextlib.AbstractAsyncContextManager[None]:
+        """Places in the pool while a long text is tokenized: a full pool refuses it before, not after, the work."""
+        if self._pool is None or not long:
+            return contextlib.nullcontext()
+        return self._pool.places([f"{head.id}-{index}" for index in range(count)])
+
+    async def _explanation(self, request: Request, reply: Reply) -> dict[str, str]:
+        """A header that says where the request went and why, for a client that asked with X-Cb-Ray-Debug."""
+        if self._pool is None or "x-cb-ray-debug" not in request.headers:
+            return {}
+        decisions = [await self._pool.decision(choice.request.request_id) for choice in reply.choices]
+        return {"X-Cb-Ray-Decision": json.dumps(decisions, separators=(",", ":"))}
+
     async def _answer(self, request: Request, reply: Reply, *, streams: bool) -> Response:
-        choices = [self._timed(choice) for choice in reply.choices]
+        session = request.headers.get("x-session-id", "")
+        choices = [self._timed(choice, session) for choice in reply.choices]
         if not streams:
             written = await while_connected(request.receive, collect(self._source, choices, self.metrics))
-            return JSONResponse(reply.answer(written))
+            return JSONResponse(reply.answer(written), headers=await self._explanation(request, reply))
         stream = deltas(self._source, choices, self.metrics)
         try:
             first = reply.stream_events(*await while_connected(request.receive, _next(stream)))
         except BaseException:
             await stream.aclose()
             raise
-        return EventStream(self._frames(reply, first, stream))
+        return EventStream(self._frames(reply, first, stream), await self._explanation(request, reply))
 
     async def _frames(
         self, reply: Reply, first: bytes, stream: AsyncGenerator[tuple[Choice, TextDelta]]
@@ -226,11 +261,11 @@ class Door:
     def _reject(self, error: CbRayError) -> None:
         self.metrics.rejections.labels(error.code or error.openai_type).inc()
 
-    def _timed(self, choice: Choice) -> Choice:
+    def _timed(self, choice: Choice, session: str) -> Choice:
         limit = self._settings.request_timeout_s
-        if limit is None:
+        if limit is None and not session:
             return choice
-        return replace(choice, request=replace(choice.request, timeout_s=limit))
+        return replace(choice, request=replace(choice.request, timeout_s=limit, session=session))
 
     async def _body(self, request: Request) -> bytes:
         """The body of a JSON request. Raises InvalidRequestError for another content type, BodyTooLargeError."""
@@ -269,6 +304,13 @@ class Door:
         finally:
             await close_source(chunks)
         raise ReplicaLostError("")
+
+
+def _known(found: dict[str, Any] | None) -> dict[str, Any]:
+    """Raises NoReplicaError where there is no pool to speak of."""
+    if found is None:
+        raise NoReplicaError("the pool cannot be asked now: it has no Board or no replica")
+    return found
 
 
 async def _next(stream: AsyncGenerator[T]) -> T:

@@ -134,7 +134,8 @@ class Pulse:
         now, stats, before = self._loop.time(), self._read(), self._before
         news = self._pages(self._want_full) if self._pages else PageNews()
         self._number += 1
-        prefill = (stats.prompt_tokens - stats.cached_tokens) - (before.prompt_tokens - before.cached_tokens)
+        cached = max(0, stats.cached_tokens - before.cached_tokens)
+        prefill = stats.prompt_tokens - before.prompt_tokens - cached
         beat = Beat(
             replica=self._replica,
             number=self._number,
@@ -145,6 +146,7 @@ class Pulse:
             num_waiting=min(stats.num_waiting, len(self._live)),
             free_tokens=(stats.blocks_total - stats.blocks_held) * self._page_size if stats.blocks_total else None,
             cache_used=stats.cache_used,
+            cached_tokens=cached,
             prefill_tokens=max(0, prefill),
             decode_tokens=max(0, stats.generated_tokens - before.generated_tokens),
             busy_s=now - self._before_at if self._was_busy else 0.0,

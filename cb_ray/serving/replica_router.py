@@ -148,6 +148,7 @@ class BoardRouter(FIFOMixin, RequestRouter):
             max_new_tokens=request.max_new_tokens,
             digests=digests,
             priority=request.priority,
+            session=request.session,
             readmit=readmit,
         )
 
@@ -196,6 +197,8 @@ class BoardRouter(FIFOMixin, RequestRouter):
 
 def find_board(app: str, deployment: str, name: str | None = None) -> Any | None:
     """A handle to a Board's actor: the one of that name, else any of the deployment's. Blocks for a moment."""
+    if not ray.is_initialized():  # Serve's local testing mode, where there are no actors
+        return None
     if name is None:
         prefix, suffix = f"{SERVE_DEPLOYMENT_ACTOR_PREFIX}{app}::{deployment}::", f"::{BOARD}"
         listed: list[Any] = ray.util.list_named_actors(all_namespaces=True)

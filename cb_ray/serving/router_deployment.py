@@ -20,6 +20,7 @@ from ..errors import InvalidRequestError, nearest
 from ..messages import GenerateRequest, SamplingParams, TokenChunk, as_token_ids
 from .handle_source import HandleSource
 from .http import DoorSettings, build_http_app
+from .pool_view import view_of
 from .served_model import ServedModel
 from .steady_source import SteadySource
 
@@ -42,7 +43,8 @@ class Router:
         local = resolve_model(args.model, progress=False)
         self.model = ServedModel.load(local.path, args.model_name, args.engine.max_model_len)
         self._source = SteadySource(HandleSource(engine), args.router.max_failovers)
-        self.http = build_http_app(self.model, self._source, door_settings(args))
+        pool = view_of(engine.app_name, engine.deployment_name)
+        self.http = build_http_app(self.model, self._source, door_settings(args), pool)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve asks for the ASGI application once the Router is made."""

@@ -20,10 +20,8 @@ import ray
 import torch
 from ray import serve
 
-from cb_ray.digests import page_digests
 from cb_ray.errors import InvalidRequestError
 from cb_ray.messages import GenerateRequest, SamplingParams, TokenChunk, Usage
-from cb_ray.routing.loads import Ask
 from cb_ray.serving.app import Cluster, application, parse_args
 from cb_ray.serving.handle_source import own_error
 from cb_ray.serving.replica_router import find_board
@@ -111,17 +109,13 @@ def test_a_prefix_is_found_where_it_was_computed_and_the_board_knows_it(pool):
         for turn in range(3):
             for n, document in enumerate(documents):
                 asked = request((*document, 7 + turn, 9 + turn), new=4)
-                ask = Ask(
-                    ticket="dry run",
-                    request_id=asked.request_id,
-                    num_tokens=len(asked.token_ids),
-                    digests=page_digests(asked.token_ids, PAGE),
-                )
-                predicted = await board.explain.remote(ask)
+                predicted = await board.explain.remote(asked.token_ids)
                 _, usage = await read(asked)
                 assert usage.num_cached_tokens == (40 if turn else 0), f"document {n}, turn {turn}"
                 assert predicted.cached_tokens == usage.num_cached_tokens
                 assert predicted.reason == ("cached prefix" if turn else "nobody has this prefix")
+                granted = await board.decision.remote(asked.request_id)
+                assert granted.decision.cached_tokens == usage.num_cached_tokens
 
     asyncio.run(story())
 

@@ -27,6 +27,7 @@ class FakeHandle:
     def __init__(self, source: FakeSource) -> None:
         self.source, self.calls, self.cancelled = source, [], 0
         self.generate = self
+        self.app_name, self.deployment_name = "cb-ray", "Engine"
 
     def options(self, *, stream: bool) -> FakeHandle:
         assert stream
