@@ -1,20 +1,12 @@
-"""The values that routing speaks in: work, its price in seconds, what is asked, how loaded a replica is, what was decided.
+"""The values that routing speaks in: what work costs, what is asked, how loaded a replica is, what was decided.
 
-Owns `Work`, `Rates`, `Ask`, `ReplicaLoad`, `RoutingDecision`. Plain data; may know nothing but the standard library.
+Owns `Rates`, `Ask`, `ReplicaLoad`, `RoutingDecision`. Plain data; may know nothing but the standard library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Tokens still to compute: of prompts (prefill) and of answers (decode)."""
-
-    prefill: int = 0
-    decode: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +41,7 @@ class ReplicaLoad:
     """A snapshot of one replica, as it looks to one request: what it owes, how full it is, how much of the prompt it has."""
 
     replica: str
-    owed: Work
-    owed_s: float  # `owed` priced in seconds
+    owed_s: float  # work owed, in seconds of its time
     num_leases: int
     cached_tokens: int = 0  # of the asked prompt, so far as is known
     age_s: float = 0.0  # since the replica was last heard of

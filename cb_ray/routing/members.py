@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .loads import Ask, Rates, Work
+from .loads import Ask, Rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +118,9 @@ class Replica:
             return True
         return self.free_tokens - self.unconfirmed_tokens >= tokens
 
-    def owed(self, expected_tokens: float) -> Work:
-        return Work(prefill=self.owed_prefill, decode=self.owed_decode + round(len(self.strays) * expected_tokens))
+    def owed_s(self, rates: Rates, expected_tokens: float) -> float:
+        """Seconds of work owed. Of strays nothing is known, so each is reckoned as a whole answer."""
+        return rates.seconds(self.owed_prefill, self.owed_decode + len(self.strays) * expected_tokens)
 
     def take(self, lease: Lease) -> None:
         self.leases[lease.ask.ticket] = lease

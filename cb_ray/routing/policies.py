@@ -92,15 +92,16 @@ class PrefixAware:
         grain = max(self._page * rates.prefill_s, 1e-9)
         home = ask.session.encode() or (ask.digests[0] if ask.digests else ask.request_id.encode())
         prices = {load.replica: load.owed_s + (ask.num_tokens - load.cached_tokens) * rates.prefill_s for load in loads}
-        order = sorted(
-            loads, key=lambda load: (round(prices[load.replica] / grain), rendezvous(home, load.replica), load.replica)
-        )
-        cached = order[0].cached_tokens
+        graded = sorted((round(price / grain), replica) for replica, price in prices.items())
+        ties = sum(1 for grade, _ in graded if grade == graded[0][0])  # only they need hashing; nobody else is first
+        first = sorted((replica for _, replica in graded[:ties]), key=lambda replica: rendezvous(home, replica))
+        order = (*first, *(replica for _, replica in graded[ties:]))
+        cached = next(load.cached_tokens for load in loads if load.replica == order[0])
         warmest = max(load.cached_tokens for load in loads)
         reason = "cached prefix" if cached else "cheaper than the warm replica" if warmest else "nobody has this prefix"
         return RoutingDecision(
             policy=self.name,
-            order=tuple(load.replica for load in order),
+            order=order,
             reason=reason,
             prices=prices,
             cached_tokens=cached,

@@ -357,12 +357,11 @@ class Pool:
         rates, mean, page, most = self.rates, self._lengths.mean, self.limits.page_size, ask.num_tokens - 1
         loads: list[ReplicaLoad] = []
         for replica in replicas:
-            owed, name = replica.owed(mean), replica.member.replica
+            name = replica.member.replica
             loads.append(
                 ReplicaLoad(
                     replica=name,
-                    owed=owed,
-                    owed_s=rates.seconds(owed.prefill, owed.decode),
+                    owed_s=replica.owed_s(rates, mean),
                     num_leases=replica.taken,
                     cached_tokens=min(depths.get(name, 0) * page, most),  # the last token's logits are always computed
                     age_s=now - replica.heard_at,
@@ -480,8 +479,7 @@ class Pool:
         self.deadline = min(times, default=math.inf)
 
     def _owed_s(self, replica: Replica) -> float:
-        owed = replica.owed(self._lengths.mean)
-        return self.rates.seconds(owed.prefill, owed.decode)
+        return replica.owed_s(self.rates, self._lengths.mean)
 
     def _line_s(self) -> float:
         return self.rates.seconds(self._line.num_tokens, len(self._line) * self._lengths.mean)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cb_ray.routing.loads import Ask, Rates, ReplicaLoad, Work
+from cb_ray.routing.loads import Ask, Rates, ReplicaLoad
 from cb_ray.routing.policies import make_policy, rendezvous
 
 RATES = Rates(prefill_s=0.001, decode_s=0.01)
@@ -16,7 +16,7 @@ NAMES = ("round_robin", "least_work", "power_of_two", "prefix_aware")
 
 
 def load(name: str, owed_s: float = 0.0, cached: int = 0, leases: int = 0) -> ReplicaLoad:
-    return ReplicaLoad(replica=name, owed=Work(), owed_s=owed_s, num_leases=leases, cached_tokens=cached)
+    return ReplicaLoad(replica=name, owed_s=owed_s, num_leases=leases, cached_tokens=cached)
 
 
 def ask(tokens: int = 100, **more) -> Ask:
