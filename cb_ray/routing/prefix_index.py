@@ -69,7 +69,7 @@ class PrefixIndex:
             self._live &= ~(1 << bit)
 
     def depths(self, digests: Sequence[bytes]) -> dict[str, int]:
-        """How many leading pages each replica has; replicas without any are absent. Marks the pages found as used."""
+        """How many leading pages each replica has; replicas without any are absent. Looking is no use: a grant adds them anew."""
         bits = self._bits
         alive, depth = self._live, 0
         out: dict[int, int] = {}  # bits of the replicas that stop here → pages they have
@@ -80,7 +80,6 @@ class PrefixIndex:
             alive = found
             if not alive:
                 break
-            bits.move_to_end(digest)
             depth += 1
         if alive and depth:
             out[depth] = alive
