@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of the trial, in standard deviations of the logits
 _HALF_TOLERANCE = 0.25
+_MOST_DOUBT = 0.1  # a model that is further from itself than by a tie here and there is no model to be served
 _SEEDS = (0, 1, 2)  # of the texts of a trial
 
 
@@ -105,7 +106,7 @@ def _for_a_model_of_two_minds(model: PreTrainedModel, seen: Survey | None, page_
     try:
         vocab_size = seen.vocab_size if seen is not None else 1 << 15
         doubt = max(self_disagreement(model, vocab_size, seed) for seed in _SEEDS)
-        if doubt <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):
+        if not _TOLERANCE.get(model.dtype, _HALF_TOLERANCE) < doubt <= _MOST_DOUBT:
             return None
         *_, again = _candidates(model, seen, [], None)
         return again if _try(model, again, page_size) <= 2 * doubt else None
