@@ -145,3 +145,18 @@ def test_the_products_survive_torch_compile_and_refuse_what_they_cannot(ops: Nat
         ops.linear(x, weight.half(), None, None)
     with pytest.raises(RuntimeError, match="contiguous"):
         ops.linear(x.transpose(0, 1), weight, None, None)
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 576), (5, 33), (700, 128), (0, 64), (3, 1)])
+def test_norms_round_where_each_family_rounds(ops: NativeOps, level: str, dtype: torch.dtype, rows: int, width: int) -> None:
+    """Llama rounds before its weight, others after it, Gemma adds one to it."""
+    x, weight = some(rows, width, dtype=dtype, seed=0, scale=3.0), some(width, dtype=dtype, seed=1)
+    y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+    expected = [weight * y.to(dtype), (weight.float() * y).to(dtype), ((1 + weight.float()) * y).to(dtype)]
+    limit = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]  # one unit in the last place
+    with ops.at_level(level):
+        for style in range(3):
+            torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5, style), expected[style], rtol=limit, atol=limit)
+    torch.library.opcheck(ops.rms_norm, (x, weight, 1e-5, 0), test_utils=("test_schema", "test_faketensor"))

@@ -78,6 +78,22 @@ struct Linear {
   int many_depth;
 };
 
+// out = x / sqrt(mean(x^2) + epsilon), times a weight: where that is rounded differs between models.
+enum class NormStyle {
+  rounded_first,  // round(round(x / rms) * weight)
+  rounded_last,  // round(x / rms * weight)
+  one_plus,  // round(x / rms * (1 + weight))
+};
+struct Norm {
+  const void* x;  // [rows, width], contiguous
+  const void* weight;  // [width]
+  void* out;
+  Type type;
+  NormStyle style;
+  int width;
+  float epsilon;
+};
+
 struct Kernels {
   const char* name;
   // Bytes of working memory that one task needs.
@@ -93,6 +109,8 @@ struct Kernels {
   void (*prepare)(const Linear&, int begin, int end);
   // Columns [begin, end), begin a multiple of 16. `wide` holds 16 * depth floats.
   void (*multiply)(const Linear&, int begin, int end, float* wide);
+  // Rows [begin, end).
+  void (*norm)(const Norm&, int64_t begin, int64_t end);
   // The greatest of each row's `columns` numbers, and where it first stands. NaN counts as greatest, as in torch.max.
   void (*greatest)(const void* rows, Type type, int64_t stride, int64_t columns, int64_t begin, int64_t end, float* values,
                    int64_t* places);

@@ -1,6 +1,6 @@
 // The kernels of one dispatch level. Compiled several times, each with other machine flags and its own LEVEL name.
 //
-// Owns: which kernel a cache type and a query type get, and the greatest of a row. May not know: torch, threads, where a batch came from.
+// Owns: which kernel the types of a call get, and the small ones that need no file of their own. May not know: torch, threads, where a batch came from.
 #include "attention.h"
 
 #if defined(__AVX2__) || defined(__AVX512F__)
@@ -34,6 +34,16 @@ bool pairs(Type type) {
 
 //
 #include "linear.h"
+
+template <class T>
+static inline float number_at(const T* at) {
+  T one[W] = {*at};
+  float lanes[W];
+  store(lanes, load(one));
+  return lanes[0];
+}
+
+#include "norm.h"
 
 size_t scratch(const Attention& a) {
   const size_t stream = stream_scratch(a), tile = tile_scratch(a);
@@ -93,12 +103,12 @@ void multiply(const Linear& l, int begin, int end, float* wide) {
   }
 }
 
-template <class T>
-float number_at(const T* at) {
-  T one[W] = {*at};
-  float lanes[W];
-  store(lanes, load(one));
-  return lanes[0];
+void norm(const Norm& n, int64_t begin, int64_t end) {
+  switch (n.type) {
+    case Type::f32: return norm_rows<float>(n, begin, end);
+    case Type::bf16: return norm_rows<bf16>(n, begin, end);
+    case Type::f16: return norm_rows<f16>(n, begin, end);
+  }
 }
 
 // Two passes: the greatest of the row, four vectors at a time, then the first place where it stands.
@@ -151,7 +161,7 @@ void greatest(const void* rows, Type type, int64_t stride, int64_t columns, int6
 }  // namespace LEVEL
 
 extern const Kernels SYMBOL(LEVEL);
-const Kernels SYMBOL(LEVEL) = {NAME(LEVEL),   LEVEL::scratch,           LEVEL::run,     LEVEL::finish,   LEVEL::pairs,
-                                LEVEL::few,      LEVEL::prepare, LEVEL::multiply, LEVEL::greatest};
+const Kernels SYMBOL(LEVEL) = {NAME(LEVEL),    LEVEL::scratch,  LEVEL::run,  LEVEL::finish,  LEVEL::pairs, LEVEL::few,
+                                LEVEL::prepare, LEVEL::multiply, LEVEL::norm, LEVEL::greatest};
 
 }  // namespace cb_ray

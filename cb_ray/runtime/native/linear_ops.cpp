@@ -1,4 +1,5 @@
-// The torch ops that multiply a step's few rows with a model's weights: what arguments may be.
+// The torch ops that multiply a step's few rows with a model's weights, and norm them: what arguments may be.
+#include <algorithm>
 #include <optional>
 #include <tuple>
 
@@ -103,6 +104,29 @@ Tensor gated_mlp_op(const Tensor& x, const Tensor& gate, const Tensor& up, const
   return out;
 }
 
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon, int64_t style) {
+  if (!x.is_contiguous()) return rms_norm(torch::stable::contiguous(x), weight, epsilon, style);
+  STD_TORCH_CHECK(x.dim() > 0 && weight.dim() == 1 && weight.is_contiguous() && weight.size(0) == x.size(x.dim() - 1) &&
+                      type_of(weight, "weight") == type_of(x, "x"),
+                  "cb_ray: weight must be a vector as long as the last dimension of x, of its type");
+  STD_TORCH_CHECK(style >= 0 && style <= 2, "cb_ray: style must be 0, 1 or 2, is ", style);
+  Norm n{};
+  n.x = x.data_ptr();
+  n.weight = weight.data_ptr();
+  n.type = type_of(x, "x");
+  n.style = NormStyle(style);
+  n.width = int(weight.size(0));
+  n.epsilon = float(epsilon);
+  Tensor out = torch::stable::empty_like(x);
+  n.out = out.data_ptr();
+  const int64_t rows = n.width ? x.numel() / n.width : 0, grain = std::max<int64_t>(1, (1 << 16) / std::max(1, n.width));
+  const Kernels& level = kernels();
+  const auto some = [&](int64_t begin, int64_t end) { level.norm(n, begin, end); };
+  if (rows <= grain) some(0, rows);
+  else torch::stable::parallel_for(0, rows, grain, some);
+  return out;
+}
+
 }  // namespace
 }  // namespace cb_ray
 
@@ -112,10 +136,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(cb_ray, m) {
       "linear_qkv(Tensor x, Tensor query, Tensor key, Tensor value, Tensor? query_bias, Tensor? key_bias, Tensor? value_bias) "
       "-> (Tensor, Tensor, Tensor)");
   m.def("gated_mlp(Tensor x, Tensor gate, Tensor up, Tensor down, bool gelu_tanh, Tensor? residual) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float epsilon, int style) -> Tensor");
 }
+
 
 STABLE_TORCH_LIBRARY_IMPL(cb_ray, CPU, m) {
   m.impl("linear", TORCH_BOX(&cb_ray::linear));
   m.impl("linear_qkv", TORCH_BOX(&cb_ray::linear_qkv));
   m.impl("gated_mlp", TORCH_BOX(&cb_ray::gated_mlp_op));
+  m.impl("rms_norm", TORCH_BOX(&cb_ray::rms_norm));
 }

@@ -70,6 +70,10 @@ class NativeOps:
     gated_mlp: Callable[..., Tensor]
     """(x, gate, up, down, gelu_tanh, residual): down(act(x gate^T) * x up^T), act SiLU or the tanh form of GELU."""
 
+    rms_norm: Callable[..., Tensor]
+    """(x [..., K], weight [K], epsilon, style) -> as x, where y = x / sqrt(mean(x^2) + epsilon) and the style says what is
+    rounded to x's type: 0, round(round(y) * weight); 1, round(y * weight); 2, round(y * (1 + weight))."""
+
     @property
     def level(self) -> str:
         """The dispatch level in use."""
@@ -118,6 +122,7 @@ def _ops(path: Path) -> NativeOps:
         linear=here.linear.default,
         linear_qkv=here.linear_qkv.default,
         gated_mlp=here.gated_mlp.default,
+        rms_norm=here.rms_norm.default,
     )
 
 
@@ -157,3 +162,7 @@ def _register_fakes() -> None:
     @torch.library.register_fake("cb_ray::gated_mlp")
     def _(x, gate, up, down, gelu_tanh, residual):
         return x.new_empty(*x.shape[:-1], down.shape[0])
+
+    @torch.library.register_fake("cb_ray::rms_norm")
+    def _(x, weight, epsilon, style):
+        return torch.empty_like(x)

@@ -115,48 +115,93 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   return out;
 }
 
-// Rows of `from` into the slots of `cache`.
-void scatter(const Tensor& from, const Tensor& cache, const Tensor& slots, const char* name) {
+// Where the rows of a key or value tensor come from and go to.
+struct Scatter {
+  const char* source;
+  char* target;
+  int64_t from_row, from_head;  // bytes, like all of these
+  int64_t block, line;  // line: one head's
+  int64_t heads, page, slots, rows;
+  bool together;  // the heads of a row lie side by side
+
+  char* place(int64_t slot) const { return target + slot / page * block + slot % page * heads * line; }
+
+  void ask(int64_t slot) const {
+    char* to = place(slot);
+    for (int64_t at = 0; at < heads * line + 63; at += 64) __builtin_prefetch(to + at, 1, 3);
+  }
+
+  void copy(int64_t row, int64_t slot) const {
+    char* to = place(slot);
+    const char* from = source + row * from_row;
+    if (together) std::memcpy(to, from, heads * line);
+    else
+      for (int64_t h = 0; h < heads; h++) std::memcpy(to + h * line, from + h * from_head, line);
+  }
+};
+
+Scatter scatter_of(const Tensor& from, const Tensor& cache, const Tensor& slots, const char* name) {
   check_cache(cache, "a cache");
-  const int64_t rows = slots.size(0), heads = cache.size(2), width = cache.size(3), page = cache.size(1);
   const Type type = type_of(cache, "a cache");
-  STD_TORCH_CHECK(from.dim() == 3 && from.size(0) >= rows && from.size(1) == heads && from.size(2) == width &&
+  const int64_t size = type == Type::f32 ? 4 : 2, heads = cache.size(2), width = cache.size(3);
+  STD_TORCH_CHECK(from.dim() == 3 && from.size(0) >= slots.size(0) && from.size(1) == heads && from.size(2) == width &&
                       type_of(from, name) == type && (width == 1 || from.stride(2) == 1),
                   "cb_ray: ", name, " must be [rows, ", heads, ", ", width, "] of the cache's type, its last dimension contiguous");
-  const bool wide = slots.scalar_type() == ScalarType::Long;
-  STD_TORCH_CHECK(slots.dim() == 1 && (rows <= 1 || slots.stride(0) == 1) && (wide || slots.scalar_type() == ScalarType::Int),
-                  "cb_ray: slots must be a contiguous int32 or int64 vector");
-  const size_t size = type == Type::f32 ? 4 : 2, line = width * size;
-  const int64_t from_row = from.stride(0) * size, from_head = from.stride(1) * size, block_bytes = cache.stride(0) * size;
-  const int64_t end = cache.size(0) * page;
-  const char* source = static_cast<const char*>(from.data_ptr());
-  char* target = static_cast<char*>(cache.data_ptr());
-  const void* places = slots.data_ptr();
-  const bool together = from.stride(1) == width;
-  std::atomic<int64_t> bad{-1};
-  const auto copy = [&](int64_t begin, int64_t stop) {
-    for (int64_t r = begin; r < stop; r++) {
-      const int64_t slot = wide ? static_cast<const int64_t*>(places)[r] : static_cast<const int32_t*>(places)[r];
-      if (slot < 0 || slot >= end) {
-        bad.store(r, std::memory_order_relaxed);
-        continue;
-      }
-      char* to = target + slot / page * block_bytes + slot % page * heads * line;
-      const char* row = source + r * from_row;
-      if (together) std::memcpy(to, row, heads * line);
-      else
-        for (int64_t h = 0; h < heads; h++) std::memcpy(to + h * line, row + h * from_head, line);
+  Scatter s{};
+  s.source = static_cast<const char*>(from.data_ptr());
+  s.target = static_cast<char*>(cache.data_ptr());
+  s.from_row = from.stride(0) * size;
+  s.from_head = from.stride(1) * size;
+  s.block = cache.stride(0) * size;
+  s.line = width * size;
+  s.heads = heads;
+  s.page = cache.size(1);
+  s.slots = cache.size(0) * s.page;
+  s.rows = slots.size(0);
+  s.together = from.stride(1) == width;
+  return s;
+}
+
+// Returns a row whose slot does not exist, or -1. The slots of a step lie scattered and cold: asking for the lines of later rows
+// while a row is copied is worth a factor of five.
+template <class Slot>
+int64_t copy_rows(const Scatter& keys, const Scatter& values, const Slot* slots, int64_t begin, int64_t end) {
+  constexpr int64_t ahead = 16;
+  int64_t bad = -1;
+  const auto fits = [&](int64_t r) { return slots[r] >= 0 && slots[r] < keys.slots && slots[r] < values.slots; };
+  for (int64_t r = begin - ahead; r < end; r++) {
+    if (r + ahead < end && fits(r + ahead)) {
+      keys.ask(slots[r + ahead]);
+      values.ask(slots[r + ahead]);
     }
-  };
-  const int64_t grain = std::max<int64_t>(1, (1 << 17) / int64_t(heads * line));  // below 128 KiB waking a thread costs more
-  if (rows <= grain) copy(0, rows);
-  else torch::stable::parallel_for(0, rows, grain, copy);
-  STD_TORCH_CHECK(bad.load() < 0, "cb_ray: slot of row ", bad.load(), " lies outside the ", end, " slots of the cache");
+    if (r < begin) continue;
+    if (!fits(r)) {
+      bad = r;
+      continue;
+    }
+    keys.copy(r, slots[r]);
+    values.copy(r, slots[r]);
+  }
+  return bad;
 }
 
 void write_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor value_cache, const Tensor& slots) {
-  scatter(key, key_cache, slots, "key");
-  scatter(value, value_cache, slots, "value");
+  const bool wide = slots.scalar_type() == ScalarType::Long;
+  STD_TORCH_CHECK(slots.dim() == 1 && (slots.size(0) <= 1 || slots.stride(0) == 1) && (wide || slots.scalar_type() == ScalarType::Int),
+                  "cb_ray: slots must be a contiguous int32 or int64 vector");
+  const Scatter keys = scatter_of(key, key_cache, slots, "key"), values = scatter_of(value, value_cache, slots, "value");
+  const void* places = slots.data_ptr();
+  std::atomic<int64_t> bad{-1};
+  const auto copy = [&](int64_t begin, int64_t end) {
+    const int64_t found = wide ? copy_rows(keys, values, static_cast<const int64_t*>(places), begin, end)
+                               : copy_rows(keys, values, static_cast<const int32_t*>(places), begin, end);
+    if (found >= 0) bad.store(found, std::memory_order_relaxed);
+  };
+  const int64_t bytes = keys.heads * keys.line + values.heads * values.line;
+  const int64_t grain = std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(bytes, 1));  // below, waking a thread costs more
+  if (keys.rows <= grain) copy(0, keys.rows);
+  else torch::stable::parallel_for(0, keys.rows, grain, copy);
+  STD_TORCH_CHECK(bad.load() < 0, "cb_ray: slot of row ", bad.load(), " lies outside the ", keys.slots, " slots of the cache");
 }
 
 Tensor write_and_attend(const Tensor& query, const Tensor& key, const Tensor& value, Tensor key_cache, Tensor value_cache,
