@@ -1,7 +1,7 @@
-"""When to come back: what requests cost here, measured, and a pace at which refused callers are told to return.
+"""When to come back: what work costs here, measured, and a pace at which refused callers are told to return.
 
-Owns `RateMeter` (seconds per prefill and decode token, fitted to what engines report), `LengthMeter` (how long answers are) and
-`ReturnPacer` (Retry-After). Pure; may know nothing but the values beside it.
+Owns `RateMeter` (seconds per prompt token, answer token and step, fitted to what engines report), `LengthMeter` (how long answers
+are) and `ReturnPacer` (Retry-After). Pure; may know nothing but the values beside it.
 """
 
 from __future__ import annotations
@@ -12,46 +12,53 @@ from collections.abc import Sequence
 
 from .loads import Rates
 
+_PRIOR_WEIGHT = 0.001
+_CHEAPEST = 1e-9  # seconds; a price of nothing would make all replicas alike
+_SWEEPS = 30
+
 
 class RateMeter:
-    """Fits busy_seconds ≈ a · prefill_tokens + b · decode_tokens over the recent past, by least squares that forgets.
+    """Fits busy_seconds ≈ prefill_s · prompt tokens + decode_s · answer tokens + step_s · steps to what engines report.
 
-    A prior that a few beats outweigh keeps both prices positive and defined while only one kind of token has been seen.
+    Least squares that forgets, with no price below zero, and a prior that a few beats outweigh: prices stay defined while only
+    one kind of work was seen, or while batches are always of one size, so that tokens and steps cannot be told apart.
     """
 
     def __init__(self, prior: Rates | None = None, forget: float = 0.98) -> None:
-        prior = prior or Rates()
+        self.rates = prior or Rates()
         self._forget = forget
-        # the prior is one imagined second of each kind of work
-        self._prior = (1 / prior.prefill_s, 1 / prior.decode_s)
-        self._pp = self._dd = self._pd = self._pt = self._dt = 0.0
-        self.rates = prior
+        prices = (self.rates.prefill_s, self.rates.decode_s, self.rates.step_s)
+        # the prior: one imagined second of each kind of work, with little weight
+        self._xx = [[0.0] * 3 for _ in prices]
+        self._xt = [0.0] * 3
+        for kind, price in enumerate(prices):
+            self._xx[kind][kind] = _PRIOR_WEIGHT / price**2
+            self._xt[kind] = _PRIOR_WEIGHT / price
+        self._prior = ([row[:] for row in self._xx], self._xt[:])
 
-    def observe(self, prefill: int, decode: int, busy_s: float) -> None:
-        """An engine was busy for `busy_s` seconds and computed so many tokens. Ignores what cannot be."""
-        if busy_s <= 0 or prefill < 0 or decode < 0 or prefill + decode == 0:
+    def observe(self, prefill: int, decode: int, steps: int, busy_s: float) -> None:
+        """An engine was busy for `busy_s` seconds, made so many steps and computed so many tokens. Ignores what cannot be."""
+        if busy_s <= 0 or min(prefill, decode, steps) < 0 or not steps or prefill + decode == 0:
             return
-        keep = self._forget
-        self._pp = keep * self._pp + prefill * prefill
-        self._dd = keep * self._dd + decode * decode
-        self._pd = keep * self._pd + prefill * decode
-        self._pt = keep * self._pt + prefill * busy_s
-        self._dt = keep * self._dt + decode * busy_s
-        self.rates = self._solve()
+        work = (prefill / busy_s, decode / busy_s, steps / busy_s)  # per second, so that errors count in proportion
+        keep, (prior_xx, prior_xt) = self._forget, self._prior
+        for i in range(3):
+            for j in range(3):
+                self._xx[i][j] = keep * (self._xx[i][j] - prior_xx[i][j]) + prior_xx[i][j] + work[i] * work[j]
+            self._xt[i] = keep * (self._xt[i] - prior_xt[i]) + prior_xt[i] + work[i]
+        batch = self.rates.batch + 0.05 * (max(1.0, decode / steps) - self.rates.batch) if decode else self.rates.batch
+        prefill_s, decode_s, step_s = self._solve()
+        self.rates = Rates(prefill_s=prefill_s, decode_s=decode_s, step_s=step_s, batch=batch)
 
-    def _solve(self) -> Rates:
-        p, d = self._prior
-        weight = 0.001
-        pp, dd, pd = self._pp + weight * p * p, self._dd + weight * d * d, self._pd
-        pt, dt = self._pt + weight * p, self._dt + weight * d
-        det = pp * dd - pd * pd
-        a, b = (pt * dd - dt * pd) / det, (dt * pp - pt * pd) / det
-        if a <= 0:  # the boundary of the non-negative problem: the other kind explains all of the time
-            a, b = 0.0, dt / dd
-        elif b <= 0:
-            a, b = pt / pp, 0.0
-        floor = 1e-9
-        return Rates(prefill_s=max(a, floor), decode_s=max(b, floor))
+    def _solve(self) -> list[float]:
+        """The prices that fit best, none of them negative: one coordinate after the other, from where they are now."""
+        rates = self.rates
+        prices = [rates.prefill_s, rates.decode_s, rates.step_s]
+        for _ in range(_SWEEPS):
+            for i in range(3):
+                others = sum(self._xx[i][j] * prices[j] for j in range(3) if j != i)
+                prices[i] = max(_CHEAPEST, (self._xt[i] - others) / self._xx[i][i])
+        return prices
 
 
 class LengthMeter:

@@ -11,12 +11,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a token costs one replica, in seconds, at the concurrency it runs at. The defaults stand until beats were measured."""
+    """What work costs one replica, in seconds: a step takes step_s + prefill_s per prompt token + decode_s per answer token in it.
+
+    The defaults stand until beats were measured. `batch` is the number of answer tokens that a step makes here.
+    """
 
     prefill_s: float = 2e-4
-    decode_s: float = 5e-3
+    decode_s: float = 2e-4
+    step_s: float = 2e-2
+    batch: float = 4.0
 
     def seconds(self, prefill: float, decode: float) -> float:
+        """Time until so much work is done, at the usual batch: what drains, waits and scaling are reckoned in."""
+        return prefill * self.prefill_s + decode * (self.decode_s + self.step_s / self.batch)
+
+    def added(self, prefill: float, decode: float) -> float:
+        """Time by which so much work makes all other work later: what routing is priced in. Steps are made anyway."""
         return prefill * self.prefill_s + decode * self.decode_s
 
 
@@ -41,7 +51,7 @@ class ReplicaLoad:
     """A snapshot of one replica, as it looks to one request: what it owes, how full it is, how much of the prompt it has."""
 
     replica: str
-    owed_s: float  # work owed, in seconds of its time
+    owed_s: float  # by which the work owed here makes other work later
     num_leases: int
     cached_tokens: int = 0  # of the asked prompt, so far as is known
     age_s: float = 0.0  # since the replica was last heard of

@@ -41,6 +41,7 @@ class Beat:
     cached_tokens: int = 0  # of prompts, found in the cache since the last beat
     prefill_tokens: int = 0  # computed since the last beat …
     decode_tokens: int = 0
+    num_steps: int = 0
     busy_s: float = 0.0  # … in so many seconds of work
     weights_version: int = 0
     full: bool = False  # `added` is the whole cache, not a change
@@ -118,9 +119,9 @@ class Replica:
             return True
         return self.free_tokens - self.unconfirmed_tokens >= tokens
 
-    def owed_s(self, rates: Rates, expected_tokens: float) -> float:
-        """Seconds of work owed. Of strays nothing is known, so each is reckoned as a whole answer."""
-        return rates.seconds(self.owed_prefill, self.owed_decode + len(self.strays) * expected_tokens)
+    def owed(self, expected_tokens: float) -> tuple[int, float]:
+        """Tokens of prompts and of answers still to compute. Of strays nothing is known, so each counts as a whole answer."""
+        return self.owed_prefill, self.owed_decode + len(self.strays) * expected_tokens
 
     def take(self, lease: Lease) -> None:
         self.leases[lease.ask.ticket] = lease

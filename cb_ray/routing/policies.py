@@ -78,9 +78,12 @@ class PowerOfTwo:
 class PrefixAware:
     """Cheapest first, where the price is what the replica owes plus the part of this prompt that it would not find cached.
 
-    There is no weight and no threshold: a warm replica is worth exactly the prefill it saves, so affinity gives way by itself
-    when the warm replica has more to do. Prices that differ by less than one page of prefill are ties; ties go to the replica
-    that the prompt's first page (or its session) hashes to, so equal prefixes meet even before anything is known to be cached.
+    Both are seconds by which other work comes later: prompt tokens and answer tokens at what one more of them adds to a step,
+    without the steps themselves, which are made anyway. So while steps are bound by memory, a busy warm replica is cheap, and
+    when they are bound by compute it is not. There is no weight and no threshold: affinity gives way by itself.
+
+    Prices that differ by less than one page of prefill are ties; ties go to the replica that the prompt's first page (or its
+    session) hashes to, so equal prefixes meet even before anything is known to be cached.
     """
 
     name = "prefix_aware"

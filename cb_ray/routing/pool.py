@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from .admission import LengthMeter, RateMeter, ReturnPacer
@@ -233,7 +233,7 @@ class Pool:
             replica.cache_used, replica.free_tokens, replica.blocked_until = beat.cache_used, beat.free_tokens, 0.0
             self._hear_pages(replica, beat)
             self._hear_requests(now, replica, beat)
-            self._rates.observe(beat.prefill_tokens, beat.decode_tokens, beat.busy_s)
+            self._rates.observe(beat.prefill_tokens, beat.decode_tokens, beat.num_steps, beat.busy_s)
             self.counters["cached_tokens"] += beat.cached_tokens
         reply = BeatReply(
             known=True,
@@ -305,7 +305,7 @@ class Pool:
             "limit": self.limits.max_queue_size,
             "policy": self.limits.policy,
             "owed_s": self.owed_s(),
-            "rates": {"prefill_s": self.rates.prefill_s, "decode_s": self.rates.decode_s},
+            "rates": asdict(self.rates),
             "expected_tokens": self._lengths.mean,
             "index_pages": len(self._index),
             "counters": dict(self.counters),
@@ -361,7 +361,7 @@ class Pool:
             loads.append(
                 ReplicaLoad(
                     replica=name,
-                    owed_s=replica.owed_s(rates, mean),
+                    owed_s=rates.added(*replica.owed(mean)),
                     num_leases=replica.taken,
                     cached_tokens=min(depths.get(name, 0) * page, most),  # the last token's logits are always computed
                     age_s=now - replica.heard_at,
@@ -479,7 +479,7 @@ class Pool:
         self.deadline = min(times, default=math.inf)
 
     def _owed_s(self, replica: Replica) -> float:
-        return replica.owed_s(self.rates, self._lengths.mean)
+        return self.rates.seconds(*replica.owed(self._lengths.mean))
 
     def _line_s(self) -> float:
         return self.rates.seconds(self._line.num_tokens, len(self._line) * self._lengths.mean)

@@ -31,7 +31,9 @@ __all__ = ["AppArgs", "EngineArgs", "PoolArgs", "RouterArgs", "RoutingArgs", "bu
 
 NAME = "cb-ray"
 METRICS_INTERVAL_S, LOOK_BACK_S = 1.0, 2.0
-SHARE_OF_RAM = 0.6  # that replicas on one machine take together; each takes its share of what is free when it starts
+# of the free RAM that engines on one machine take for their caches together; Ray's object store, the weights and Routers live
+# there too, and Ray kills processes when it runs out
+SHARE_OF_RAM = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ def settle(args: AppArgs, cluster: Cluster) -> EngineArgs:
     num_cpus = engine.num_cpus if engine.num_cpus is not None else (int(share) if share >= 1 else max(0.1, int(share * 10) / 10))
     num_threads = engine.num_threads or max(1, round(num_cpus if num_gpus else cluster.num_cpus / replicas))
     config = dict(engine.config)
-    if not num_gpus and replicas > 1 and not config.keys() & {"max_memory_percent", "num_blocks"}:
+    if not num_gpus and not config.keys() & {"max_memory_percent", "num_blocks"}:
         config["max_memory_percent"] = SHARE_OF_RAM / replicas
     return replace(engine, num_gpus=num_gpus, num_cpus=float(num_cpus), num_threads=num_threads, config=config)
 

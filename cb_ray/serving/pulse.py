@@ -52,11 +52,13 @@ class Pulse:
         self._live: dict[str, int] = {}  # request id → tokens emitted
         self._ended: list[str] = []
         self._finished, self._finished_tokens = 0, 0
-        self._number, self._next_at = 0, 0.0
+        self._number, self._told_at, self._waited_for = 0, float("-inf"), False
         self._timer: asyncio.TimerHandle | None = None
         self._sending: asyncio.Task[None] | None = None
         self._dirty, self._want_full = False, True
-        self._before, self._before_at, self._was_busy = stats(), self._loop.time(), False
+        self._before = stats()
+        self._busy_s = 0.0  # seconds with requests here since the last beat, not counting those since …
+        self._busy_since: float | None = None
 
     @property
     def num_live(self) -> int:
@@ -64,6 +66,8 @@ class Pulse:
 
     def begin(self, request_id: str) -> None:
         self._live[request_id] = 0
+        if self._busy_since is None:
+            self._busy_since = self._loop.time()
         self.touch()
 
     def moved(self, request_id: str, tokens: int) -> None:
@@ -81,13 +85,19 @@ class Pulse:
         if finished:
             self._finished += 1
             self._finished_tokens += emitted
-        self.touch()
+        if not self._live:
+            self._count_busy()
+            self._busy_since = None
+        self.touch(soon=True)
 
-    def touch(self) -> None:
-        """There is something to tell."""
+    def touch(self, soon: bool = False) -> None:
+        """There is something to tell; `soon`, if it frees a slot."""
         self._dirty = True
+        at = self._told_at + (self._busy_interval_s if soon or self._waited_for else self._interval_s)
+        if self._timer is not None and at < self._timer.when():
+            self.close()
         if self._timer is None and self._sending is None:
-            delay = max(0.0, self._next_at - self._loop.time())
+            delay = max(0.0, at - self._loop.time())
             # a context of its own: Ray cancels what a cancelled request has called, and this is usually called from one
             self._timer = self._loop.call_later(delay, self._fire, context=contextvars.Context())
 
@@ -125,13 +135,13 @@ class Pulse:
             for request_id in reply.abandoned:
                 logger.warning("Request %s is cancelled: nobody holds its stream any more.", request_id)
                 self._cancel(request_id)
-        waited_for = reply is not None and reply.num_waiting > 0
-        self._next_at = self._loop.time() + (self._busy_interval_s if waited_for else self._interval_s)
+        self._told_at, self._waited_for = self._loop.time(), reply is not None and reply.num_waiting > 0
         if self._dirty:
-            self.touch()
+            self.touch(soon=bool(self._ended))
 
     def _compose(self) -> Beat:
-        now, stats, before = self._loop.time(), self._read(), self._before
+        stats, before = self._read(), self._before
+        self._count_busy()
         news = self._pages(self._want_full) if self._pages else PageNews()
         self._number += 1
         cached = max(0, stats.cached_tokens - before.cached_tokens)
@@ -149,12 +159,19 @@ class Pulse:
             cached_tokens=cached,
             prefill_tokens=max(0, prefill),
             decode_tokens=max(0, stats.generated_tokens - before.generated_tokens),
-            busy_s=now - self._before_at if self._was_busy else 0.0,
+            num_steps=max(0, stats.num_steps - before.num_steps),
+            busy_s=self._busy_s,
             weights_version=stats.weights_version,
             full=news.full,
             added=tuple(news.added),
             evicted=tuple(news.evicted),
         )
-        self._before, self._before_at, self._was_busy = stats, now, bool(self._live)
+        self._before, self._busy_s = stats, 0.0
         self._ended, self._finished, self._finished_tokens = [], 0, 0
         return beat
+
+    def _count_busy(self) -> None:
+        now = self._loop.time()
+        if self._busy_since is not None:
+            self._busy_s += now - self._busy_since
+            self._busy_since = now

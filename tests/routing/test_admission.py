@@ -16,38 +16,47 @@ from cb_ray.routing.pool import Granted, Pool, PoolLimits, Refused
 
 
 @given(
-    prefill_s=st.floats(1e-6, 1e-3),
-    ratio=st.floats(1.0, 40.0),
+    prefill_s=st.floats(1e-4, 1e-3),
+    decode_s=st.floats(1e-4, 1e-3),
+    step_s=st.floats(1e-2, 1e-1),
     seed=st.integers(0, 99),
 )
-def test_rates_are_found_from_mixed_work(prefill_s, ratio, seed):
-    """Beats tell only the sum of what was computed; both prices come out of it, within a tenth under 5 % noise."""
-    dice, meter, decode_s = random.Random(seed), RateMeter(), prefill_s * ratio
-    for _ in range(400):
-        share = dice.random()
-        prefill, decode = int(share * 0.25 / prefill_s), int((1 - share) * 0.25 / decode_s)
-        busy = prefill * prefill_s + decode * decode_s
-        meter.observe(prefill, decode, busy * dice.uniform(0.95, 1.05))
-    assert meter.rates.prefill_s == pytest.approx(prefill_s, rel=0.1)
-    assert meter.rates.decode_s == pytest.approx(decode_s, rel=0.1)
+def test_rates_are_found_from_mixed_work(prefill_s, decode_s, step_s, seed):
+    """Beats tell only sums; what a prompt token, an answer token and a step cost comes out of them, whatever the prior was."""
+    dice, meter = random.Random(seed), RateMeter()
+    for _ in range(600):
+        steps = dice.randint(2, 20)
+        prefill, decode = dice.choice([0, dice.randint(0, 300)]) * steps, dice.randint(1, 64) * steps
+        busy = prefill * prefill_s + decode * decode_s + steps * step_s
+        meter.observe(prefill, decode, steps, busy * dice.uniform(0.98, 1.02))
+    rates = meter.rates
+    for prefill, decode, steps in [(5000, 0, 10), (0, 2000, 100), (1000, 500, 20)]:
+        wanted = prefill * prefill_s + decode * decode_s + steps * step_s
+        found = prefill * rates.prefill_s + decode * rates.decode_s + steps * rates.step_s
+        assert found == pytest.approx(wanted, rel=0.2)
 
 
-@given(story=st.lists(st.tuples(st.integers(-5, 5000), st.integers(-5, 500), st.floats(-1, 10)), max_size=60))
+@given(
+    story=st.lists(st.tuples(st.integers(-5, 5000), st.integers(-5, 500), st.integers(-2, 50), st.floats(-1, 10)), max_size=60)
+)
 def test_rates_are_always_positive_and_finite(story):
     """Whatever an engine reports, a price is a positive number: a router must never divide by, or sort by, nonsense."""
     meter = RateMeter()
     for observed in story:
         meter.observe(*observed)
-        assert 0 < meter.rates.prefill_s < float("inf") and 0 < meter.rates.decode_s < float("inf")
+        for price in (meter.rates.prefill_s, meter.rates.decode_s, meter.rates.step_s, meter.rates.batch):
+            assert 0 < price < float("inf")
 
 
 def test_one_kind_of_work_leaves_the_other_price_alone():
-    """An engine that only decodes says nothing about prefill; the prior stands."""
-    meter = RateMeter(Rates(prefill_s=1e-3, decode_s=1e-2))
-    for _ in range(100):
-        meter.observe(0, 50, 0.25)
-    assert meter.rates.decode_s == pytest.approx(0.005, rel=0.05)
+    """An engine that only decodes, always as many at once, says nothing about prefill; the prior stands."""
+    meter = RateMeter(Rates(prefill_s=1e-3, decode_s=1e-3, step_s=1e-2))
+    for _ in range(200):
+        meter.observe(0, 40, 5, 0.25)
     assert meter.rates.prefill_s == pytest.approx(1e-3, rel=0.05)
+    assert 40 * meter.rates.decode_s + 5 * meter.rates.step_s == pytest.approx(0.25, rel=0.05)
+    assert meter.rates.batch == pytest.approx(8, rel=0.05)
+    assert meter.rates.seconds(0, 40) == pytest.approx(0.25, rel=0.05)
 
 
 def test_expected_lengths_follow_the_traffic_and_respect_the_bound():

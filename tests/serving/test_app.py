@@ -69,7 +69,7 @@ def test_replicas_share_a_laptop_and_take_a_gpu_each_where_there_are_some():
     cpu = settle(args, LAPTOP)
     assert (cpu.num_gpus, cpu.num_threads) == (0.0, 1)
     assert cpu.num_cpus is not None and 2 * cpu.num_cpus + args.router.num_cpus <= LAPTOP.num_cpus
-    assert cpu.config["max_memory_percent"] == pytest.approx(0.3)
+    assert cpu.config["max_memory_percent"] == pytest.approx(0.2)
     gpu = settle(args, GPUS)
     assert (gpu.num_gpus, gpu.num_cpus) == (1.0, 1.0) and "max_memory_percent" not in gpu.config
     assert settle(parse_args({"engine": {"device": "cpu"}}), GPUS).num_gpus == 0.0

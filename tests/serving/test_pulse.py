@@ -59,7 +59,7 @@ def test_the_first_change_is_told_at_once_and_the_next_ones_together():
         second = await desk.beats.get()
         assert second.live == () and second.ended == ("a",)
         assert (second.num_finished, second.finished_tokens, second.decode_tokens) == (1, 1000, 1000)
-        assert second.busy_s == pytest.approx(0.05, abs=0.04)
+        assert 0 < second.busy_s < 0.05, "idle time is no work"
         assert second.number > first.number
 
     run(story)
