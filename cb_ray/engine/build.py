@@ -21,9 +21,8 @@ from ..core.layout import CacheLayout
 from ..core.request import RequestLimits
 from ..runtime.kv_cache import KVCache
 from ..runtime.model_runner import EvalMode, ModelRunner
-from ..runtime.prepacked import PrepackedLinears
 from ..runtime.sampling import Processor
-from ..sizing import Machine, ModelFacts, resolve
+from ..sizing import ModelFacts, resolve
 from .machine import measure
 from .parts import EngineParts
 from .processors import transformers_processors
@@ -77,7 +76,7 @@ def _assemble(
     cache = None
     if way.pages:
         cache = KVCache(layout, dtype=model.dtype, device=model.device, num_host_sectors=host_sectors)
-    runner = ModelRunner(way.make(cache, prepacked(model, machine)), model.device, processors, EvalMode(model))
+    runner = ModelRunner(way.make(cache), model.device, processors, EvalMode(model))
     longest = max_length(model)
     limits = RequestLimits(
         vocab_size=_input_vocabulary(model, way),
@@ -89,12 +88,6 @@ def _assemble(
     core = EngineCore(facts=facts, layout=layout, limits=limits, num_host_sectors=host_sectors)
     rebuild = partial(_assemble, model, way, config, hints, processors)
     return EngineParts(core=core, runner=runner, facts=facts, limits=limits, rebuild=rebuild)
-
-
-def prepacked(model: PreTrainedModel, machine: Machine) -> PrepackedLinears | None:
-    """Packed copies of the model's linear weights, where they are of use and take at most a quarter of the free memory."""
-    needed = PrepackedLinears.bytes_needed(model)
-    return PrepackedLinears(model) if 0 < needed <= machine.free_host_bytes // 4 else None
 
 
 def _input_vocabulary(model: PreTrainedModel, way: Way) -> int:

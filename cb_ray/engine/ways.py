@@ -21,10 +21,11 @@ from ..runtime.attention import Backend, PagedAttention
 from ..runtime.backends import EagerBackend, SdpaBackend
 from ..runtime.kv_cache import KVCache
 from ..runtime.model_runner import Forward
+from ..runtime.native import NativeOps, load
+from ..runtime.native.modules import NativeModules
 from ..runtime.native_backend import NativeBackend
 from ..runtime.own_cache_forward import Manner, OwnCacheForward, items_per_token
 from ..runtime.packed_forward import PackedForward
-from ..runtime.prepacked import PrepackedLinears
 from ..runtime.survey import Survey, survey
 from ..runtime.trial import self_disagreement, trial_error, trial_layout
 
@@ -45,7 +46,7 @@ class Way:
     layers: tuple[LayerSpec, ...]
     vocab_size: int
     masked: bool
-    make: Callable[[KVCache | None, PrepackedLinears | None], Forward]
+    make: Callable[[KVCache | None], Forward]
 
 
 def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None) -> Way:
@@ -80,7 +81,10 @@ def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None)
 def _candidates(model: PreTrainedModel, seen: Survey | None, reasons: list[str], wanted: str | None) -> Iterator[Way]:
     if seen is not None and not seen.reason:
         backend = choose_backend(seen, model.device, wanted)
-        yield _packed(model, seen, backend)
+        modules = native_modules(model)
+        if modules is not None:
+            yield _packed(model, seen, backend, modules)
+        yield _packed(model, seen, backend, None)
     if wanted is not None:
         return
     vocab_size = seen.vocab_size if seen is not None else int(model.config.get_text_config(decoder=True).vocab_size)  # pyright: ignore
@@ -115,19 +119,31 @@ def _for_a_model_of_two_minds(model: PreTrainedModel, seen: Survey | None, page_
         return None
 
 
-def _packed(model: PreTrainedModel, seen: Survey, backend: Backend) -> Way:
+def _packed(model: PreTrainedModel, seen: Survey, backend: Backend, modules: NativeModules | None) -> Way:
     layer_of = {id(site.module): site.index for site in seen.sites}
 
-    def make(cache: KVCache | None, linears: PrepackedLinears | None) -> Forward:
+    def make(cache: KVCache | None) -> Forward:
         assert cache is not None
-        return PackedForward(model, cache, PagedAttention(cache, backend, layer_of), long_from(model), linears)
+        return PackedForward(model, cache, PagedAttention(cache, backend, layer_of), long_from(model), modules)
 
     layers = tuple(site.spec for site in seen.sites)
-    return Way(f"packed ({backend.name})", True, layers, seen.vocab_size, True, make)
+    kernels = "" if modules is None else ", native modules"
+    return Way(f"packed ({backend.name}{kernels})", True, layers, seen.vocab_size, True, make)
 
 
-def _own(model: PreTrainedModel, manner: Manner) -> Callable[[KVCache | None, PrepackedLinears | None], Forward]:
-    return lambda cache, linears: OwnCacheForward(model, manner)
+def native_modules(model: PreTrainedModel) -> NativeModules | None:
+    """The model's linear layers, MLPs and norms on the native kernels; None where they cannot serve."""
+    if model.device.type != "cpu":
+        return None
+    ops = load()
+    if not isinstance(ops, NativeOps):
+        return None
+    modules = NativeModules(model, ops)
+    return modules if len(modules) else None
+
+
+def _own(model: PreTrainedModel, manner: Manner) -> Callable[[KVCache | None], Forward]:
+    return lambda cache: OwnCacheForward(model, manner)
 
 
 def choose_backend(seen: Survey, device: torch.device, wanted: str | None = None) -> Backend:
@@ -147,7 +163,7 @@ def choose_backend(seen: Survey, device: torch.device, wanted: str | None = None
 def _try(model: PreTrainedModel, way: Way, page_size: int) -> float:
     layout = trial_layout(way.layers, max(page_size, 4), model.dtype.itemsize)
     cache = KVCache(layout, dtype=model.dtype, device=model.device) if way.pages else None
-    forward = way.make(cache, None)
+    forward = way.make(cache)
     try:
         seeds = _SEEDS[:1] if way.pages else _SEEDS  # an unusual layer may agree on one text by luck
         return max(trial_error(model, forward, layout, way.vocab_size, max_length(model), seed) for seed in seeds)

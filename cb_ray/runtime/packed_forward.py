@@ -20,7 +20,7 @@ from .attention import PagedAttention
 from .attention_switch import AttentionSwitch
 from .inputs import StepInputs, pack, unpack
 from .kv_cache import KVCache
-from .prepacked import PrepackedLinears
+from .native.modules import NativeModules
 
 
 class PackedForward:
@@ -32,14 +32,14 @@ class PackedForward:
         cache: KVCache,
         attention: PagedAttention,
         long_from: int = 0,
-        linears: PrepackedLinears | None = None,
+        modules: NativeModules | None = None,
     ) -> None:
         """`long_from`: requests of more tokens use the model's long-context rotary factors; 0: there are none."""
         self._model = model
         self._cache = cache
         self._attention = attention
         self._long_from = long_from
-        self._linears = linears
+        self._modules = modules
         self._switch = AttentionSwitch(model, attention.name)
         self._device = cache.flat.device
         parameters = inspect.signature(model.forward).parameters
@@ -47,16 +47,16 @@ class PackedForward:
         self._takes_positions = "position_ids" in parameters
 
     def install(self) -> None:
-        """Put the model's attention on our pages, and pack its weights as they are now."""
+        """Put the model's attention on our pages, and native kernels under its modules where there are any."""
         self._switch.install()
-        if self._linears is not None:
-            self._linears.refresh()
+        if self._modules is not None:
+            self._modules.refresh()
 
     def restore(self) -> None:
-        """Give the model its own attention and weights back. Idempotent."""
+        """Give the model its own attention and modules back. Idempotent."""
         self._switch.restore()
-        if self._linears is not None:
-            self._linears.release()
+        if self._modules is not None:
+            self._modules.release()
 
     def close(self) -> None:
         self.restore()
