@@ -51,6 +51,7 @@ class BoardState:
         self._clock = clock
         self._mailboxes: dict[str, _Mailbox] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._due_at = 0.0  # the deadline that the timer is for
         self._asked: dict[str, str] = {}  # ticket of one who waits → its request
         self.decisions: OrderedDict[str, Granted] = OrderedDict()  # the last ones, by request
 
@@ -110,11 +111,12 @@ class BoardState:
         """One timer, at the pool's deadline; none while there is nothing to wait for."""
         deadline = self.pool.deadline
         if self._timer is not None:
-            if self._timer.when() - asyncio.get_running_loop().time() <= deadline - self.now + 1e-3:
+            if self._due_at <= deadline:
                 return
             self._timer.cancel()
             self._timer = None
         if deadline < float("inf"):
+            self._due_at = deadline
             self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self.now), self._tick)
 
     def _tick(self) -> None:

@@ -54,6 +54,7 @@ class Pulse:
         self._finished, self._finished_tokens = 0, 0
         self._number, self._told_at, self._waited_for = 0, float("-inf"), False
         self._timer: asyncio.TimerHandle | None = None
+        self._due_at = 0.0  # when the timer rings; not every event loop's handles tell
         self._sending: asyncio.Task[None] | None = None
         self._dirty, self._want_full = False, True
         self._before = stats()
@@ -94,9 +95,10 @@ class Pulse:
         """There is something to tell; `soon`, if it frees a slot."""
         self._dirty = True
         at = self._told_at + (self._busy_interval_s if soon or self._waited_for else self._interval_s)
-        if self._timer is not None and at < self._timer.when():
+        if self._timer is not None and at < self._due_at:
             self.close()
         if self._timer is None and self._sending is None:
+            self._due_at = at
             delay = max(0.0, at - self._loop.time())
             # a context of its own: Ray cancels what a cancelled request has called, and this is usually called from one
             self._timer = self._loop.call_later(delay, self._fire, context=contextvars.Context())

@@ -38,7 +38,7 @@ def stage(tiny_model_dir) -> Iterator[Any]:
                 "min_replicas": 0,
                 "max_replicas": 3,
                 "slots_per_replica": 2,
-                "target_drain_s": 1,
+                "target_drain_s": 0.05,
                 "upscale_delay_s": 0.2,
                 "downscale_delay_s": 2,
                 "downscale_to_zero_delay_s": 3,
@@ -80,7 +80,7 @@ def test_none_to_three_and_back_and_nobody_is_lost(stage):
         await stage.close.remote()
         calls = [asyncio.ensure_future(read()) for _ in range(12)]
         counts = await replicas(3)
-        assert counts["owed_s"] > 3
+        assert counts["owed_s"] > 0.15 and counts["waiting"] >= 6
         await stage.happened.remote("start", 6)
         await stage.open.remote()
         assert all(await asyncio.gather(*calls))
