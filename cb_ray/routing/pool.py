@@ -227,7 +227,7 @@ class Pool:
         """An engine says what it has and does. Beats that overtook each other are dropped."""
         replica = self._replicas.get(beat.replica)
         if replica is None:
-            return BeatReply(known=False, want_full=True), Changes()
+            return BeatReply(known=False), Changes()  # not yet a member, or draining
         if beat.number > replica.beat_number:
             replica.beat_number, replica.heard_at = beat.number, now
             replica.cache_used, replica.free_tokens, replica.blocked_until = beat.cache_used, beat.free_tokens, 0.0
