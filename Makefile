@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 APP := deployments/app.yaml
 
-.PHONY: run test check fix lint
+.PHONY: run test nightly check fix lint
 
 run: .venv/.installed-run
 	$(BIN)/cb-ray serve --fetch $(APP)
@@ -13,6 +13,10 @@ run: .venv/.installed-run
 
 test: .venv/.installed-test lint
 	$(BIN)/python -m pytest
+
+# The laws of the core, with ten thousand examples each.
+nightly: .venv/.installed-test
+	$(BIN)/python -m pytest tests/core --hypothesis-profile=nightly --timeout=7200
 
 # Before a commit: everything but the tests that start a cluster or need the demo model.
 check: .venv/.installed-test lint

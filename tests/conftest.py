@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from tests import tiny
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# `make test` tries few examples of each law, `make nightly` many. A test that sets its own number keeps it.
+settings.register_profile("fast", max_examples=150, deadline=None)
+settings.register_profile("nightly", max_examples=10_000, deadline=None)
+settings.load_profile("fast")
 
 # Settings of third parties, before any of them is imported: tests ask no hub and report no usage.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -35,6 +35,7 @@ _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of the trial, in stan
 _HALF_TOLERANCE = 0.25
 _MOST_DOUBT = 0.1  # a model that is further from itself than by a tie here and there is no model to be served
 _SEEDS = (0, 1, 2)  # of the texts of a trial
+_AGAIN = "own cache (again)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +62,38 @@ def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None)
         reasons += [f"packed: {seen.reason}"] if seen.reason else []
     except Exception as error:
         reasons.append(f"packed: the model's layers could not be watched ({type(error).__name__}: {error})")
-    for way in _candidates(model, seen, reasons, backend):
+    doubt = 0.0
+    for way in _candidates(model, seen, backend):
         try:
+            if not way.pages and not doubt:
+                doubt = _doubt(model, way.vocab_size)
             error = _try(model, way, page_size)
         except Exception as raised:
             reasons.append(f"{way.name}: {type(raised).__name__}: {raised}")
             continue
-        if error <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):
+        if error <= _tolerance(model) and (doubt <= _tolerance(model) or way.name == _AGAIN):
+            return way
+        if way.name == _AGAIN and _tolerance(model) < doubt <= _MOST_DOUBT and error <= 2 * doubt:
             return way
         logger.info("%s is not run %s: its logits are off by %.2g", type(model).__name__, way.name, error)
         reasons.append(f"{way.name}: its logits differ from the model's own by {error:.2g} standard deviations")
-    way = _for_a_model_of_two_minds(model, seen, page_size)
-    if way is not None and backend is None:
-        return way
-    kinds = _unusual_layers(model)
-    raise UnsupportedModelError(type(model).__name__, "; ".join([*kinds, *reasons]))
+    raise UnsupportedModelError(type(model).__name__, "; ".join([*_unusual_layers(model), *reasons]))
 
 
-def _candidates(model: PreTrainedModel, seen: Survey | None, reasons: list[str], wanted: str | None) -> Iterator[Way]:
+def _tolerance(model: PreTrainedModel) -> float:
+    return _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
+
+
+def _doubt(model: PreTrainedModel, vocab_size: int) -> float:
+    """How far the model's plain forward pass is from itself on a longer text, over a few texts.
+
+    Layers that select the best keys break ties by their place, so such a model's answer depends on how much of a text it is shown.
+    Only running all tokens again says what its forward pass says.
+    """
+    return max(self_disagreement(model, vocab_size, max_length(model), seed) for seed in _SEEDS)
+
+
+def _candidates(model: PreTrainedModel, seen: Survey | None, wanted: str | None) -> Iterator[Way]:
     if seen is not None and not seen.reason:
         backend = choose_backend(seen, model.device, wanted)
         modules = native_modules(model)
@@ -100,23 +115,6 @@ def _counted(model: PreTrainedModel, manner: Manner) -> LayerSpec:
         with contextlib.suppress(Exception):  # a cache of another kind: its trial will tell
             half = -(-items_per_token(model) // 2)
     return LayerSpec(0, "full", 1, half, half)
-
-
-def _for_a_model_of_two_minds(model: PreTrainedModel, seen: Survey | None, page_size: int) -> Way | None:
-    """The way that runs all tokens again, for a model whose plain forward pass does not agree with itself on a longer sequence.
-
-    Selecting the best keys breaks ties by their place, so such a model's answer depends on how much of the text it is shown.
-    """
-    try:
-        vocab_size = seen.vocab_size if seen is not None else 1 << 15
-        doubt = max(self_disagreement(model, vocab_size, seed) for seed in _SEEDS)
-        if not _TOLERANCE.get(model.dtype, _HALF_TOLERANCE) < doubt <= _MOST_DOUBT:
-            return None
-        *_, again = _candidates(model, seen, [], None)
-        return again if _try(model, again, page_size) <= 2 * doubt else None
-    except Exception:
-        logger.info("%s cannot be run again and again either", type(model).__name__, exc_info=True)
-        return None
 
 
 def _packed(model: PreTrainedModel, seen: Survey, backend: Backend, modules: NativeModules | None) -> Way:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cb_ray.errors import InvalidRequestError
@@ -18,7 +18,6 @@ def tokens(**size):
     return st.lists(st.integers(0, VOCAB - 1), **size)
 
 
-@settings(max_examples=250, deadline=None)
 @given(
     windows=WINDOWS,
     page=st.integers(1, 5),
@@ -69,7 +68,6 @@ def test_batching_never_changes_the_answer(
     assert sharing or cached == 0
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data(), windows=WINDOWS, depth=st.sampled_from([1, 2]), host=st.integers(0, 6), blocks=st.integers(6, 20))
 def test_coming_and_going(data, windows, depth, host, blocks) -> None:
     """Requests come, are cancelled, fail alone, and weights change at any moment: the others are served right, nothing leaks."""
@@ -118,7 +116,6 @@ def test_coming_and_going(data, windows, depth, host, blocks) -> None:
     assert harness.core.stats().owed_tokens == 0
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     jobs=st.lists(st.tuples(tokens(min_size=1, max_size=9), st.integers(1, 5)), min_size=1, max_size=5),
     depth=st.sampled_from([1, 2]),
