@@ -52,7 +52,6 @@ class PoolArgs:
     downscale_to_zero_delay_s: float = 300.0
     cold_start_timeout_s: float = 300.0  # how long a request waits for a first replica before 503
     lease_timeout_s: float = 30.0  # a grant that no engine confirms within this time is taken back
-    consumer_timeout_s: float = 120.0  # a stream that nobody reads for this long is cancelled
     step_timeout_s: float = 120.0  # a step that takes longer counts as stuck and fails the health check
     graceful_shutdown_timeout_s: float = 610.0  # a draining replica may finish its streams; above the longest generation
     health_check_period_s: float = 5.0

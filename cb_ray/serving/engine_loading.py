@@ -29,6 +29,10 @@ def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
 
     Raises ModelSourceError, ConfigError, UnsupportedModelError or MemoryError.
     """
+    if args.tensor_parallel_size != 1:
+        raise ConfigError(
+            "engine.tensor_parallel_size must be 1: an engine uses one device so far", "engine.tensor_parallel_size"
+        )
     device = choose_device(args.device)
     torch.set_num_threads(args.num_threads or os.cpu_count() or 1)
     local = resolve_model(source, progress=False)
