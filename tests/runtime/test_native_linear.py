@@ -160,3 +160,29 @@ def test_norms_round_where_each_family_rounds(ops: NativeOps, level: str, dtype:
         for style in range(3):
             torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5, style), expected[style], rtol=limit, atol=limit)
     torch.library.opcheck(ops.rms_norm, (x, weight, 1e-5, 0), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("float_angles", [False, True])
+@pytest.mark.parametrize(("rows", "width", "turned"), [(1, 64, 64), (7, 80, 20), (600, 128, 128), (3, 6, 2)])
+def test_rotary_turns_halves_in_place(
+    ops: NativeOps, level: str, dtype: torch.dtype, float_angles: bool, rows: int, width: int, turned: int
+) -> None:
+    """As transformers' rotate_half, for all of a head or its first numbers only."""
+    angles = some(1, rows, turned, dtype=torch.float32, seed=3, scale=3.0)
+    cos, sin = angles.cos(), angles.sin()
+    if not float_angles:
+        cos, sin = cos.to(dtype), sin.to(dtype)
+    query, key = (some(1, rows, heads, width, dtype=dtype, seed=heads) for heads in (4, 1))
+    expected = []
+    for x in (query, key):
+        part, rest = x[..., :turned], x[..., turned:]
+        rotated = torch.cat((-part[..., turned // 2 :], part[..., : turned // 2]), -1)
+        products = (part * cos[:, :, None]).to(dtype), (rotated * sin[:, :, None]).to(dtype)
+        expected.append(torch.cat((products[0] + products[1], rest), -1))
+    with ops.at_level(level):
+        ops.rotary_(query, key, cos, sin)
+    for got, wanted in zip((query, key), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
+    torch.library.opcheck(ops.rotary_, (query, key, cos, sin), test_utils=("test_schema", "test_faketensor"))

@@ -94,6 +94,14 @@ struct Norm {
   float epsilon;
 };
 
+struct Rotary {
+  void* x;  // [rows, heads, width], contiguous, changed in place
+  const void* cos;  // [rows, turned]
+  const void* sin;
+  Type type, angle_type;  // the angles' is x's or f32
+  int heads, width, turned;
+};
+
 struct Kernels {
   const char* name;
   // Bytes of working memory that one task needs.
@@ -111,6 +119,7 @@ struct Kernels {
   void (*multiply)(const Linear&, int begin, int end, float* wide);
   // Rows [begin, end).
   void (*norm)(const Norm&, int64_t begin, int64_t end);
+  void (*turn)(const Rotary&, int64_t begin, int64_t end);
   // The greatest of each row's `columns` numbers, and where it first stands. NaN counts as greatest, as in torch.max.
   void (*greatest)(const void* rows, Type type, int64_t stride, int64_t columns, int64_t begin, int64_t end, float* values,
                    int64_t* places);

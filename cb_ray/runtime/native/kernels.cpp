@@ -44,6 +44,8 @@ static inline float number_at(const T* at) {
 }
 
 #include "norm.h"
+//
+#include "rotary.h"
 
 size_t scratch(const Attention& a) {
   const size_t stream = stream_scratch(a), tile = tile_scratch(a);
@@ -111,6 +113,14 @@ void norm(const Norm& n, int64_t begin, int64_t end) {
   }
 }
 
+void turn(const Rotary& r, int64_t begin, int64_t end) {
+  switch (r.type) {
+    case Type::f32: return turn_as<float>(r, begin, end);
+    case Type::bf16: return turn_as<bf16>(r, begin, end);
+    case Type::f16: return turn_as<f16>(r, begin, end);
+  }
+}
+
 // Two passes: the greatest of the row, four vectors at a time, then the first place where it stands.
 template <class T>
 int64_t greatest_of(const T* row, int64_t columns, float* value) {
@@ -162,6 +172,6 @@ void greatest(const void* rows, Type type, int64_t stride, int64_t columns, int6
 
 extern const Kernels SYMBOL(LEVEL);
 const Kernels SYMBOL(LEVEL) = {NAME(LEVEL),    LEVEL::scratch,  LEVEL::run,  LEVEL::finish,  LEVEL::pairs, LEVEL::few,
-                                LEVEL::prepare, LEVEL::multiply, LEVEL::norm, LEVEL::greatest};
+                                LEVEL::prepare, LEVEL::multiply, LEVEL::norm, LEVEL::turn, LEVEL::greatest};
 
 }  // namespace cb_ray

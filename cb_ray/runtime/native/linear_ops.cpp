@@ -127,6 +127,34 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon, int64_t s
   return out;
 }
 
+void turn_one(const Tensor& x, const Tensor& cos, const Tensor& sin, const char* name) {
+  STD_TORCH_CHECK(x.dim() >= 2 && x.is_contiguous(), "cb_ray: ", name, " must be contiguous [..., heads, width]");
+  Rotary r{};
+  r.x = x.data_ptr();
+  r.type = type_of(x, name);
+  r.width = int(x.size(x.dim() - 1));
+  r.heads = int(x.size(x.dim() - 2));
+  r.cos = cos.data_ptr();
+  r.sin = sin.data_ptr();
+  r.angle_type = type_of(cos, "cos");
+  r.turned = int(cos.size(cos.dim() - 1));
+  const int64_t rows = r.heads && r.width ? x.numel() / (int64_t(r.heads) * r.width) : 0;
+  STD_TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.numel() == rows * r.turned && sin.numel() == cos.numel() &&
+                      type_of(sin, "sin") == r.angle_type && (r.angle_type == r.type || r.angle_type == Type::f32),
+                  "cb_ray: cos and sin must be contiguous [", rows, ", even], of the type of ", name, " or float32");
+  STD_TORCH_CHECK(r.turned % 2 == 0 && r.turned <= r.width, "cb_ray: ", r.turned, " of ", r.width, " numbers cannot be turned");
+  const Kernels& level = kernels();
+  const auto some = [&](int64_t begin, int64_t end) { level.turn(r, begin, end); };
+  const int64_t grain = std::max<int64_t>(1, (1 << 16) / std::max(1, r.heads * r.width));
+  if (rows <= grain) some(0, rows);
+  else torch::stable::parallel_for(0, rows, grain, some);
+}
+
+void rotary_(Tensor query, Tensor key, const Tensor& cos, const Tensor& sin) {
+  turn_one(query, cos, sin, "query");
+  turn_one(key, cos, sin, "key");
+}
+
 }  // namespace
 }  // namespace cb_ray
 
@@ -137,6 +165,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(cb_ray, m) {
       "-> (Tensor, Tensor, Tensor)");
   m.def("gated_mlp(Tensor x, Tensor gate, Tensor up, Tensor down, bool gelu_tanh, Tensor? residual) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float epsilon, int style) -> Tensor");
+  m.def("rotary_(Tensor(a!) query, Tensor(b!) key, Tensor cos, Tensor sin) -> ()");
 }
 
 
@@ -145,4 +174,5 @@ STABLE_TORCH_LIBRARY_IMPL(cb_ray, CPU, m) {
   m.impl("linear_qkv", TORCH_BOX(&cb_ray::linear_qkv));
   m.impl("gated_mlp", TORCH_BOX(&cb_ray::gated_mlp_op));
   m.impl("rms_norm", TORCH_BOX(&cb_ray::rms_norm));
+  m.impl("rotary_", TORCH_BOX(&cb_ray::rotary_));
 }

@@ -74,6 +74,10 @@ class NativeOps:
     """(x [..., K], weight [K], epsilon, style) -> as x, where y = x / sqrt(mean(x^2) + epsilon) and the style says what is
     rounded to x's type: 0, round(round(y) * weight); 1, round(y * weight); 2, round(y * (1 + weight))."""
 
+    rotary_: Callable[..., None]
+    """(query [..., rows, heads, width], key, cos [..., rows, turned], sin): turns the first `turned` numbers of each head in
+    place, the two halves against each other; products and sums are rounded to the query's type."""
+
     @property
     def level(self) -> str:
         """The dispatch level in use."""
@@ -123,6 +127,7 @@ def _ops(path: Path) -> NativeOps:
         linear_qkv=here.linear_qkv.default,
         gated_mlp=here.gated_mlp.default,
         rms_norm=here.rms_norm.default,
+        rotary_=here.rotary_.default,
     )
 
 
@@ -166,3 +171,7 @@ def _register_fakes() -> None:
     @torch.library.register_fake("cb_ray::rms_norm")
     def _(x, weight, epsilon, style):
         return torch.empty_like(x)
+
+    @torch.library.register_fake("cb_ray::rotary_")
+    def _(query, key, cos, sin):
+        return None
