@@ -173,7 +173,7 @@ class EngineCore:
             return "stop"
         for sequence in request.sampling.stop_sequences:
             size = len(sequence)
-            long_enough = generated >= max(size, request.sampling.min_tokens)
+            long_enough = generated >= size and generated + request.source.resumed_tokens >= request.sampling.min_tokens
             if long_enough and tuple(request.tokens[-size:]) == sequence:
                 return "stop"
         return "length" if generated >= request.max_new else None

@@ -29,7 +29,7 @@ class Row(NamedTuple):
     token_index: int  # how many tokens the request has generated before the one sampled here
     min_tokens_left: int  # stop ids are forbidden while this is above 0
     history: array[int] | None  # all known tokens, where sampling reads them
-    num_prompt: int
+    num_prompt: int  # tokens that the caller gave; what was generated before a failover is not among them
 
     @property
     def length(self) -> int:

@@ -273,7 +273,7 @@ class Scheduler:
             token_ids.append(UNKNOWN_TOKEN)
             carry_from = request.slot
         samples = end == known + request.num_in_flight
-        index = known + request.num_in_flight - request.num_prompt
+        index = known + request.num_in_flight - request.num_prompt + request.source.resumed_tokens
         sampling = request.sampling
         pages = -(-end // self._page)
         draft.starts[request.id] = start
@@ -287,10 +287,10 @@ class Scheduler:
                 carry_from,
                 sampling,
                 request.seed,
-                index + request.source.resumed_tokens,
+                index,
                 max(0, sampling.min_tokens - index) if sampling.min_tokens else 0,
                 tokens[:] if sampling.reads_history or sampling.prompt_logprobs is not None else None,
-                request.num_prompt,
+                request.num_prompt - request.source.resumed_tokens,
             )
         )
         draft.requests.append(request)

@@ -315,3 +315,13 @@ def test_chunks_shrink_only_where_the_cache_is_tiny() -> None:
     roomy.run()
     assert [row.length for row in roomy.plans[0].rows] == [50, 2, 3]
     assert roomy.core.stats().cached_tokens == 96
+
+
+def test_a_resumed_request_counts_on_from_where_it_was() -> None:
+    """After a failover the prompt holds tokens that were generated elsewhere: indices, minimums and penalties count them as such."""
+    harness = Harness(blocks=64)
+    sampling = SamplingParams(do_sample=False, presence_penalty=1.0, min_tokens=5, eos_token_ids=(3,))
+    harness.add("moved", [1, 2, 8, 9], 2, sampling=sampling, resumed_tokens=2)
+    harness.step()
+    (row,) = harness.plans[0].rows
+    assert (row.token_index, row.min_tokens_left, row.num_prompt) == (2, 3, 2)
