@@ -28,7 +28,8 @@ _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
-_ROWS = 3  # of the probe
+_POSITIONS = (0, 5_003, 3_000_017)  # of the probe: some layers scale queries by how far they are
+_ROWS = len(_POSITIONS)
 _names = itertools.count()
 
 Forward = Callable[..., Any]
@@ -196,7 +197,7 @@ def _probed(layer: nn.Module, p: _Parts, ops: NativeOps, recorder: _Recorder) ->
     angles = torch.randn((1, _ROWS, p.head_dim // 2), generator=draw).repeat(1, 1, 2) * 3
     given: dict[str, Any] = {
         "attention_mask": None,
-        "position_ids": torch.arange(_ROWS)[None],
+        "position_ids": torch.tensor([_POSITIONS]),
         "use_cache": False,
         "position_embeddings": (angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)),
     }
