@@ -234,7 +234,7 @@ class Scheduler:
         parent = self.live.get(child.fork_of or "")
         if parent is None or not self._blocks.sharing or child.num_prompt == 1:
             return None
-        if parent.num_prompt != child.num_prompt or parent.weights_version != self.weights_version:
+        if parent.salt != child.salt or parent.num_prompt != child.num_prompt or parent.weights_version != self.weights_version:
             return None
         if draft.starts.get(parent.id, parent.num_computed) < child.num_prompt:
             return False if parent.id in self.running else None

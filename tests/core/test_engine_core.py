@@ -68,21 +68,53 @@ def test_batching_never_changes_the_answer(
     assert sharing or cached == 0
 
 
-@given(data=st.data(), windows=WINDOWS, depth=st.sampled_from([1, 2]), host=st.integers(0, 6), blocks=st.integers(6, 20))
-def test_coming_and_going(data, windows, depth, host, blocks) -> None:
-    """Requests come, are cancelled, fail alone, and weights change at any moment: the others are served right, nothing leaks."""
-    harness = Harness(windows=windows, page=2, blocks=blocks, budget=7, depth=depth, host_sectors=host, max_requests_per_batch=4)
+@given(
+    data=st.data(),
+    windows=WINDOWS,
+    depth=st.sampled_from([1, 2]),
+    host=st.integers(0, 6),
+    blocks=st.integers(6, 20),
+    kind=st.sampled_from(["fifo", "prefill_first", "priority"]),
+)
+def test_coming_and_going(data, windows, depth, host, blocks, kind) -> None:
+    """Requests of several tenants and priorities come and fork, are cancelled, fail alone, and weights change at any moment: the
+    others are served right, no page crosses a salt or a weights version wrongly, nothing leaks.
+    """
+    harness = Harness(
+        windows=windows,
+        page=2,
+        blocks=blocks,
+        budget=7,
+        depth=depth,
+        host_sectors=host,
+        max_requests_per_batch=4,
+        scheduler_type=kind,
+    )
+    prompts: dict[str, list[int]] = {}
     expected: dict[str, list[int]] = {}
     spoiled: set[str] = set()
     for index in range(data.draw(st.integers(1, 25), label="moves")):
-        move = data.draw(st.sampled_from(["add", "add", "step", "step", "cancel", "poison", "weights", "drop"]), label="move")
+        move = data.draw(
+            st.sampled_from(["add", "add", "fork", "step", "step", "cancel", "poison", "weights", "drop"]), label="move"
+        )
         if move == "add":
             prompt = data.draw(tokens(min_size=1, max_size=7))
             count = data.draw(st.integers(0, 6))
             if len(prompt) <= harness.limits.max_cached_tokens:
                 room = harness.limits.max_cached_tokens - len(prompt) + 1
                 expected[f"q{index}"] = one_by_one(prompt, min(count, room), harness.layout.groups)
-                harness.add(f"q{index}", prompt, count)
+                extras = {
+                    "cache_salt": data.draw(st.sampled_from(["", "a", "b"])),
+                    "priority": data.draw(st.integers(0, 2)),
+                }
+                harness.add(f"q{index}", prompt, count, **extras)
+                prompts[f"q{index}"] = prompt
+        elif move == "fork" and prompts:
+            parent = data.draw(st.sampled_from(sorted(prompts)))
+            count = data.draw(st.integers(1, 6))
+            room = harness.limits.max_cached_tokens - len(prompts[parent]) + 1
+            expected[f"q{index}"] = one_by_one(prompts[parent], min(count, room), harness.layout.groups)
+            harness.add(f"q{index}", prompts[parent], count, fork_of=parent)
         elif move == "step":
             harness.step()
         elif move in ("cancel", "poison") and expected:
