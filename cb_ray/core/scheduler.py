@@ -71,6 +71,7 @@ class StepDraft:
     rows: list[Row] = field(default_factory=list[Row])
     requests: list[Request] = field(default_factory=list[Request])
     starts: dict[str, int] = field(default_factory=dict[str, int])  # request id -> tokens computed before this step
+    admitted: set[str] = field(default_factory=set[str])  # ids of requests that got their seat in this step
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
     parks: list[BlockCopy] = field(default_factory=list[BlockCopy])
     unparks: list[BlockCopy] = field(default_factory=list[BlockCopy])
@@ -196,6 +197,7 @@ class Scheduler:
                 return
             self.waiting.remove(request)
             self.running[request.id] = request
+            draft.admitted.add(request.id)
             self._add_row(request, min(request.num_uncomputed, draft.room, self._max_chunk), draft)
 
     def _seat(self, request: Request, draft: StepDraft) -> bool:
@@ -236,7 +238,8 @@ class Scheduler:
             return None
         if parent.salt != child.salt or parent.num_prompt != child.num_prompt or parent.weights_version != self.weights_version:
             return None
-        if draft.starts.get(parent.id, parent.num_computed) < child.num_prompt:
+        if parent.id in draft.admitted or draft.starts.get(parent.id, parent.num_computed) < child.num_prompt:
+            # Copies run before the rows, and a parent seated in this step may share pages that this very step fills.
             return False if parent.id in self.running else None
         copies = self._blocks.fork(parent, child, margin)
         if copies is None:

@@ -357,3 +357,18 @@ def test_a_resumed_request_counts_on_from_where_it_was() -> None:
     harness.step()
     (row,) = harness.plans[0].rows
     assert (row.token_index, row.min_tokens_left, row.num_prompt) == (2, 3, 2)
+
+
+def test_a_fork_waits_until_its_parents_pages_are_filled() -> None:
+    """Found by ten thousand examples: a parent that came back in this very step shared a page that the step was still filling, and
+    the copy for its child, which runs before the rows, took what had been there before.
+    """
+    harness = Harness(windows=(None, 5), page=3, blocks=7, budget=9, max_requests_per_batch=3)
+    jobs = [([0] * 6, 8), ([0] * 6, 8), ([0] * 6, 2)]
+    for index, (prompt, count) in enumerate(jobs):
+        harness.add(f"r{index}", prompt, count)
+        harness.add(f"r{index}'", prompt, count, fork_of=f"r{index}")
+    harness.run()
+    for index, (prompt, count) in enumerate(jobs):
+        expected = one_by_one(prompt, count, harness.layout.groups)
+        assert harness.tokens(f"r{index}") == expected and harness.tokens(f"r{index}'") == expected
