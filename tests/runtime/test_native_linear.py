@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -40,7 +44,7 @@ def near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("level", levels())
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
-    rows=st.one_of(st.integers(0, 20), st.integers(21, 150)),
+    rows=st.one_of(st.integers(0, 20), st.integers(21, 150), st.integers(500, 600)),
     depth=st.sampled_from([32, 64, 96, 576, 800]),
     columns=st.one_of(st.integers(1, 70), st.sampled_from([128, 576, 1000])),
     dtype=st.sampled_from(TYPES),
@@ -186,3 +190,56 @@ def test_rotary_turns_halves_in_place(
     for got, wanted in zip((query, key), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
     torch.library.opcheck(ops.rotary_, (query, key, cos, sin), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.fixture
+def own_threads(ops: NativeOps) -> Iterator[None]:
+    """Helper threads of our own, four of them whatever the machine."""
+    threads, before = torch.get_num_threads(), ops.own_threads(True)
+    torch.set_num_threads(4)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        ops.own_threads(before)
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_our_own_threads_give_the_same_answers(ops: NativeOps) -> None:
+    """Whether helpers come, come late or not at all, and however many callers there are at once."""
+    x = some(1, 70, 96, dtype=torch.bfloat16, seed=1)
+    gate, up, down = (some(*shape, dtype=torch.bfloat16, seed=s) for s, shape in enumerate([(640, 96), (640, 96), (96, 640)]))
+    ops.own_threads(False)
+    expected = ops.gated_mlp(x, gate, up, down, False, None), ops.linear(x, gate, None, None), ops.rms_norm(x, x[0, 0], 1e-5, 0)
+    ops.own_threads(True)
+
+    def work(_: int) -> bool:
+        got = ops.gated_mlp(x, gate, up, down, False, None), ops.linear(x, gate, None, None), ops.rms_norm(x, x[0, 0], 1e-5, 0)
+        return all(torch.equal(one, two) for one, two in zip(got, expected, strict=True))
+
+    assert all(work(0) for _ in range(300))
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(work, range(400)))
+
+
+@pytest.mark.usefixtures("own_threads")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_helpers_of_its_own(ops: NativeOps) -> None:
+    """A child has none of its parent's threads, and must not wait for them."""
+    x, weight = some(40, 96, dtype=torch.float32, seed=1), some(640, 96, dtype=torch.float32, seed=2)
+    expected = ops.linear(x, weight, None, None)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(ops.linear(x, weight, None, None), expected) else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_an_error_leaves_the_helpers_in_order(ops: NativeOps) -> None:
+    """After a call that fails, the next one works."""
+    x, weight = some(40, 96, dtype=torch.float32, seed=1), some(640, 96, dtype=torch.float32, seed=2)
+    with pytest.raises(RuntimeError, match="type of x"):
+        ops.linear(x, weight.half(), None, None)
+    torch.testing.assert_close(ops.linear(x, weight, None, None), x @ weight.T, rtol=1e-4, atol=1e-3)

@@ -4,8 +4,12 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <atomic>
+
 #include "attention.h"
 #include "plan.h"
+#include "pool.h"
 
 namespace cb_ray {
 
@@ -27,12 +31,26 @@ inline int num_threads() {
   return int(threads);
 }
 
+// On our own helpers or in torch's pool: one or the other for all of a process, lest the idle spinners of one disturb the other.
+inline std::atomic<bool> own_threads{false};
+
 inline void in_parallel(int workers, const std::function<void()>& body) {
   if (workers <= 1) return body();
+  if (own_threads.load(std::memory_order_relaxed)) return run_in_pool(workers, body);
   const auto call = [](int64_t begin, int64_t end, void* context) {
     for (; begin < end; begin++) (*static_cast<const std::function<void()>*>(context))();
   };
   STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, workers, 1, call, const_cast<std::function<void()>*>(&body)));
+}
+
+// body(begin, end) over [0, count), in pieces of `grain`; on the caller alone where one piece is all.
+template <class Body>
+void share(int64_t count, int64_t grain, const Body& body) {
+  if (count <= grain) return count ? body(int64_t(0), count) : void();
+  std::atomic<int64_t> next{0};
+  in_parallel(int(std::min<int64_t>(num_threads(), (count + grain - 1) / grain)), [&] {
+    for (int64_t at; (at = next.fetch_add(grain)) < count;) body(at, std::min(count, at + grain));
+  });
 }
 
 // An uninitialised contiguous CPU tensor; `dtype` as aoti_torch_dtype_* has it.

@@ -116,7 +116,7 @@ def compile_into(built: Path, torch: Torch, compiler: Path) -> None:
         folder = Path(name)
         common = [str(compiler), *FLAGS]
         headers = ["-isystem", str(torch.root / "include"), TORCH_FLOOR]
-        orders = {name: [*common, "-c", str(HERE / f"{name}.cpp")] for name in ("plan", "linear_plan")}
+        orders = {name: [*common, "-c", str(HERE / f"{name}.cpp")] for name in ("plan", "linear_plan", "pool")}
         orders |= {name: [*common, *headers, "-c", str(HERE / f"{name}.cpp")] for name in ("paged_attention", "linear_ops")}
         needed = (*orders, "portable")
         for level, flags in LEVELS.items():
@@ -130,7 +130,8 @@ def compile_into(built: Path, torch: Torch, compiler: Path) -> None:
         objects = [str(folder / f"{key}.o") for key in orders if key not in failures]
         library = folder / "library.so"
         link = [*common, listed, str(HERE / "levels.cpp"), *objects, "-shared", "-o", str(library)]
-        link += [f"-L{torch.root / 'lib'}", "-ltorch_cpu", "-lc10"]
+        link += ["-pthread", f"-L{torch.root / 'lib'}", "-ltorch_cpu", "-lc10"]
+        link += ["-Wl,-z,defs"] if platform.system() == "Linux" else []  # a missing symbol is an error here, not when loaded
         if error := _run({"library": link}).get("library"):
             raise BuildError(f"{compiler} could not link: {error}")
         os.replace(library, built)

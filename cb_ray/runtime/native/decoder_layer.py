@@ -149,7 +149,7 @@ def _named(module: nn.Module) -> set[str]:
 
 def _forward(layer: nn.Module, p: _Parts, ops: NativeOps, keywords: Mapping[str, Any]) -> Forward:
     """The layer on native kernels; `keywords` are what it gives attention besides what it is given itself."""
-    own, rows, dim = layer.forward, most_rows(p.query.weight.dtype, ops.level), p.head_dim
+    own, rows, dim = layer.forward, most_rows(p.query.weight.dtype), p.head_dim
     qkv, turn, linear, mlp = ops.linear_qkv, ops.rotary_, ops.linear, ops.gated_mlp
     attention, query, key, value, output = p.attention, p.query, p.key, p.value, p.output
 

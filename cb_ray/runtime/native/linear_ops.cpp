@@ -122,8 +122,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon, int64_t s
   const int64_t rows = n.width ? x.numel() / n.width : 0, grain = std::max<int64_t>(1, (1 << 16) / std::max(1, n.width));
   const Kernels& level = kernels();
   const auto some = [&](int64_t begin, int64_t end) { level.norm(n, begin, end); };
-  if (rows <= grain) some(0, rows);
-  else torch::stable::parallel_for(0, rows, grain, some);
+  share(rows, grain, some);
   return out;
 }
 
@@ -146,8 +145,7 @@ void turn_one(const Tensor& x, const Tensor& cos, const Tensor& sin, const char*
   const Kernels& level = kernels();
   const auto some = [&](int64_t begin, int64_t end) { level.turn(r, begin, end); };
   const int64_t grain = std::max<int64_t>(1, (1 << 16) / std::max(1, r.heads * r.width));
-  if (rows <= grain) some(0, rows);
-  else torch::stable::parallel_for(0, rows, grain, some);
+  share(rows, grain, some);
 }
 
 void rotary_(Tensor query, Tensor key, const Tensor& cos, const Tensor& sin) {
@@ -157,6 +155,9 @@ void rotary_(Tensor query, Tensor key, const Tensor& cos, const Tensor& sin) {
 
 }  // namespace
 }  // namespace cb_ray
+
+// Whether calls run on our own helper threads (pool.h) or in torch's pool; returns what was before.
+extern "C" __attribute__((visibility("default"))) int cb_ray_own_threads(int on) { return cb_ray::own_threads.exchange(on != 0); }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(cb_ray, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor");

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "arena.h"
+#include "pool.h"
 
 namespace cb_ray {
 namespace {
@@ -14,12 +15,6 @@ struct Phase {
   std::function<void(int)> run;
   std::atomic<int> next{0}, done{0};
 };
-
-inline void breathe() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#endif
-}
 
 // All phases under one waking of the threads. A thread that comes late finds its work done and passes through.
 template <size_t count>
@@ -32,12 +27,26 @@ void run_phases(Phase (&phases)[count], int threads, Parallel parallel) {
         phase.run(t);
         phase.done.fetch_add(1, std::memory_order_release);
       }
-      while (phase.done.load(std::memory_order_acquire) < phase.tasks) breathe();
+      if (phase.done.load(std::memory_order_acquire) < phase.tasks)
+        wait_until([&phase] { return phase.done.load(std::memory_order_acquire) == phase.tasks; });
     }
   });
 }
 
 constexpr int kSlice = 256;  // elements of a row that are made ready in one task
+
+constexpr int kSlab = 512;  // rows at a time: enough to be bound by arithmetic, few enough to need little memory
+
+// Rows from `first` on, as a product of its own.
+Linear slab(Linear l, int first) {
+  const int64_t size = l.type == Type::f32 ? 4 : 2;
+  const auto skip = [&](const void* at, int64_t row) { return at ? static_cast<const char*>(at) + first * row * size : nullptr; };
+  l.x = skip(l.x, l.x_row);
+  l.residual = skip(l.residual, l.residual_row);
+  l.out = const_cast<char*>(skip(l.out, l.out_row));
+  l.rows = std::min(kSlab, l.rows - first);
+  return l;
+}
 
 size_t ready_bytes(const Linear& l) { return (int64_t(l.rows) + 15) / 16 * 16 * l.depth * sizeof(float); }
 
@@ -62,8 +71,8 @@ void prepare(const Linear& l, const Kernels& kernels, int task) {
 
 // Columns of one task: enough tasks to share evenly, each long enough to be worth taking.
 int columns_per_task(const Linear& l, int threads) {
-  const int fair = (l.columns / (8 * threads) + 15) / 16 * 16;
-  return std::min(256, std::max(16, fair));
+  const int64_t fair = l.columns / (8 * threads), small = (1 << 18) / std::max(1, l.depth);  // numbers: some 20 microseconds
+  return int(std::min<int64_t>(256, std::max<int64_t>(16, (std::min(fair, small) + 15) / 16 * 16)));
 }
 
 int tasks_of(const Linear& l, int threads) {
@@ -80,9 +89,7 @@ void multiply(const Linear& l, const Kernels& kernels, int threads, int task) {
 
 size_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
-}  // namespace
-
-void multiply_all(Linear* linears, int count, const Kernels& kernels, int threads, Parallel parallel) {
+void multiply_slab(Linear* linears, int count, const Kernels& kernels, int threads, Parallel parallel) {
   thread_local Arena ready;
   char* memory = ready.reserve(ready_bytes(linears[0]));
   int preparing = 0, tasks = 0;
@@ -99,7 +106,7 @@ void multiply_all(Linear* linears, int count, const Kernels& kernels, int thread
   run_phases(phases, threads, parallel);
 }
 
-void gated_mlp(Linear& up, Linear& down, const Kernels& kernels, int threads, Parallel parallel) {
+void gated_slab(Linear& up, Linear& down, const Kernels& kernels, int threads, Parallel parallel) {
   thread_local Arena ready, between, ready_again;
   up.out = between.reserve(size_t(up.rows) * up.columns * size_of(up.type));
   up.out_row = up.columns;
@@ -114,6 +121,23 @@ void gated_mlp(Linear& up, Linear& down, const Kernels& kernels, int threads, Pa
       {tasks_of(down, threads), [&](int task) { multiply(down, kernels, threads, task); }},
   };
   run_phases(phases, threads, parallel);
+}
+
+}  // namespace
+
+void multiply_all(const Linear* linears, int count, const Kernels& kernels, int threads, Parallel parallel) {
+  for (int first = 0; first < linears[0].rows; first += kSlab) {
+    Linear parts[3];
+    for (int i = 0; i < count; i++) parts[i] = slab(linears[i], first);
+    multiply_slab(parts, count, kernels, threads, parallel);
+  }
+}
+
+void gated_mlp(const Linear& up, const Linear& down, const Kernels& kernels, int threads, Parallel parallel) {
+  for (int first = 0; first < up.rows; first += kSlab) {
+    Linear one = slab(up, first), two = slab(down, first);
+    gated_slab(one, two, kernels, threads, parallel);
+  }
 }
 
 }  // namespace cb_ray

@@ -6,10 +6,10 @@
 
 namespace cb_ray {
 
-// Linears of the same x: out_i = x weight_i^T. x is made ready once.
-void multiply_all(Linear* linears, int count, const Kernels& kernels, int threads, Parallel parallel);
+// At most three linears of the same x: out_i = x weight_i^T. x is made ready once.
+void multiply_all(const Linear* linears, int count, const Kernels& kernels, int threads, Parallel parallel);
 
 // down(activation(x gate^T) * (x up^T)): `up` has its gate set and no out, `down` no x; what lies between them is kept here.
-void gated_mlp(Linear& up, Linear& down, const Kernels& kernels, int threads, Parallel parallel);
+void gated_mlp(const Linear& up, const Linear& down, const Kernels& kernels, int threads, Parallel parallel);
 
 }  // namespace cb_ray

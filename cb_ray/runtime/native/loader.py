@@ -83,6 +83,14 @@ class NativeOps:
         """The dispatch level in use."""
         return _functions(self.library).cb_ray_level().decode()
 
+    def own_threads(self, on: bool) -> bool:
+        """Run on helper threads of our own, or in torch's pool (as at first); the answer is what was before.
+
+        Torch's pool waits for every thread at each call; our own helpers are not waited for when the system has no processor for
+        them, so a step suffers little from other processes. Only of use where nearly all work of a step is ours: threads of either
+        pool spin for a while after a call and would stand in the way of the other's. For the whole process."""
+        return bool(_functions(self.library).cb_ray_own_threads(int(on)))
+
     @contextlib.contextmanager
     def at_level(self, level: str) -> Iterator[None]:
         """Use another dispatch level for a while, in the whole process: for tests and benchmarks. Raises ValueError."""
@@ -104,7 +112,8 @@ def load() -> NativeOps | Unavailable:
         _register_fakes()
         ops = _ops(path)
     except (compiler.BuildError, OSError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        cause = error.__cause__ or error  # torch's loader hides what the system's said
+        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
         logger.warning("No native CPU kernels, torch's own attention is used instead: %s", reason)
         return Unavailable(reason=reason)
     logger.info("Native CPU kernels: %s, ready after %.1f s", ops.level, time.perf_counter() - started)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from .decoder_layer import find_layers
 from .loader import NativeOps
-from .parts import agree, find_gelu, find_norm, is_linear, is_plain, most_rows, ready
+from .parts import MANY, agree, find_gelu, find_norm, is_linear, is_plain, most_rows, ready
 
 Found = list[tuple[nn.Module, Callable[..., Any]]]
 
@@ -27,8 +27,12 @@ class NativeModules:
 
     def __init__(self, model: nn.Module, ops: NativeOps) -> None:
         """Probes the model's modules; changes none."""
+        self._ops = ops
+        self._threads_before: bool | None = None
         with torch.inference_mode():
             self._forwards: Found = find_layers(model, ops)
+            # Where all of a step's work is ours, so may be its threads.
+            self._own_threads = bool(self._forwards) and all(most_rows(layer.weight.dtype) == MANY for layer in _linears(model))
             taken = {id(module) for module, _ in self._forwards}
             for module in model.modules():
                 for find in (_gated_mlp, _before_attention, _norm, _linear):
@@ -48,6 +52,8 @@ class NativeModules:
 
     def refresh(self) -> None:
         """Let the kernels compute. Idempotent."""
+        if self._own_threads and self._threads_before is None:
+            self._threads_before = self._ops.own_threads(True)
         for module, forward in self._forwards:
             module.forward = forward
 
@@ -55,12 +61,19 @@ class NativeModules:
         """Let the modules compute as before. Idempotent."""
         for module, _ in self._forwards:
             module.__dict__.pop("forward", None)
+        if self._threads_before is not None:
+            self._ops.own_threads(self._threads_before)
+            self._threads_before = None
+
+
+def _linears(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
 def _linear(module: nn.Module, ops: NativeOps) -> Found:
     if not is_linear(module):
         return []
-    linear, rows = ops.linear, most_rows(module.weight.dtype, ops.level)
+    linear, rows = ops.linear, most_rows(module.weight.dtype)
 
     def forward(input: Tensor) -> Tensor:
         weight = module.weight
@@ -92,7 +105,7 @@ def _gated_mlp(module: nn.Module, ops: NativeOps) -> Found:
     gelu = find_gelu(getattr(module, "act_fn", None))
     if gelu is None or gate.weight.shape != up.weight.shape or down.weight.shape[1] != up.weight.shape[0]:
         return []
-    own, mlp, rows = module.forward, ops.gated_mlp, most_rows(gate.weight.dtype, ops.level)
+    own, mlp, rows = module.forward, ops.gated_mlp, most_rows(gate.weight.dtype)
 
     def native(x: Tensor) -> Tensor:
         return mlp(x, gate.weight, up.weight, down.weight, gelu, None)
@@ -112,7 +125,7 @@ def _before_attention(module: nn.Module, ops: NativeOps) -> Found:
         return []
     if len({(part.weight.shape[1], part.weight.dtype) for part in (query, key, value)}) > 1:
         return []
-    rows, linears, linear = most_rows(query.weight.dtype, ops.level), ops.linear_qkv, ops.linear
+    rows, linears, linear = most_rows(query.weight.dtype), ops.linear_qkv, ops.linear
     left: dict[str, tuple[Tensor, Tensor]] = {}
 
     def first(input: Tensor) -> Tensor:

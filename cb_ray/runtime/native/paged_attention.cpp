@@ -199,8 +199,7 @@ void write_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor v
   };
   const int64_t bytes = keys.heads * keys.line + values.heads * values.line;
   const int64_t grain = std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(bytes, 1));  // below, waking a thread costs more
-  if (keys.rows <= grain) copy(0, keys.rows);
-  else torch::stable::parallel_for(0, keys.rows, grain, copy);
+  share(keys.rows, grain, copy);
   STD_TORCH_CHECK(bad.load() < 0, "cb_ray: slot of row ", bad.load(), " lies outside the ", keys.slots, " slots of the cache");
 }
 
@@ -223,8 +222,7 @@ std::tuple<Tensor, Tensor> greatest(const Tensor& logits) {
   int64_t* at = static_cast<int64_t*>(places.data_ptr());
   const auto search = [&](int64_t begin, int64_t end) { level.greatest(from, type, stride, columns, begin, end, to, at); };
   const int64_t grain = std::max<int64_t>(1, (1 << 17) / columns);
-  if (rows <= grain) search(0, rows);
-  else torch::stable::parallel_for(0, rows, grain, search);
+  share(rows, grain, search);
   return {values, places};
 }
 

@@ -19,23 +19,25 @@ from torch.nn import functional
 from .loader import NativeOps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MANY = 1 << 30  # rows: no limit
 _PROBE_ROWS = 3
 
 
-def most_rows(dtype: torch.dtype, level: str) -> int:
+def most_rows(dtype: torch.dtype) -> int:
     """Up to how many rows native products are at least as fast as torch's, from measurements.
 
-    Torch's libraries have tile units (AMX) on some machines, are tuned for one vendor in float32, and have no fast path at all
-    for the half types where the processor has no instructions for them.
+    With the same instructions the kernels and torch's libraries are equal from some 256 rows on, and the kernels are ahead
+    below. Torch's libraries have tile units (AMX) on some machines, are tuned for one vendor in float32, and have no fast path
+    at all for the half types where the processor has no instructions for them.
     """
     flags = _cpu_flags()
-    if dtype == torch.float32:
-        return 32 if "genuineintel" in flags else 1024
+    if dtype == torch.float32 and "genuineintel" in flags:
+        return 32
     if dtype == torch.bfloat16 and "amx_bf16" in flags:
         return 16
     if dtype == torch.float16 and ("amx_fp16" in flags or "avx512_fp16" in flags):
         return 16
-    return 128 if level == "avx512_bf16" else 1024
+    return MANY
 
 
 @functools.cache
