@@ -195,12 +195,10 @@ def test_rotary_turns_halves_in_place(
 @pytest.fixture
 def own_threads(ops: NativeOps) -> Iterator[None]:
     """Helper threads of our own, four of them whatever the machine."""
-    threads, before = torch.get_num_threads(), ops.own_threads(True)
-    torch.set_num_threads(4)
+    before = ops.own_threads(4)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
         ops.own_threads(before)
 
 
@@ -209,9 +207,9 @@ def test_our_own_threads_give_the_same_answers(ops: NativeOps) -> None:
     """Whether helpers come, come late or not at all, and however many callers there are at once."""
     x = some(1, 70, 96, dtype=torch.bfloat16, seed=1)
     gate, up, down = (some(*shape, dtype=torch.bfloat16, seed=s) for s, shape in enumerate([(640, 96), (640, 96), (96, 640)]))
-    ops.own_threads(False)
+    ops.own_threads(0)
     expected = ops.gated_mlp(x, gate, up, down, False, None), ops.linear(x, gate, None, None), ops.rms_norm(x, x[0, 0], 1e-5, 0)
-    ops.own_threads(True)
+    ops.own_threads(4)
 
     def work(_: int) -> bool:
         got = ops.gated_mlp(x, gate, up, down, False, None), ops.linear(x, gate, None, None), ops.rms_norm(x, x[0, 0], 1e-5, 0)

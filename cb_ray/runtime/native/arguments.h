@@ -25,14 +25,16 @@ inline Type type_of(const Tensor& t, const char* name) {
   }
 }
 
+// How many threads calls share, if on our own helpers: one or the other for all of a process, lest the idle spinners of one
+// pool disturb the other.
+inline std::atomic<int> own_threads{0};  // 0: torch's pool
+
 inline int num_threads() {
+  if (const int own = own_threads.load(std::memory_order_relaxed)) return own;
   uint32_t threads = 1;
   STABLE_TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
   return int(threads);
 }
-
-// On our own helpers or in torch's pool: one or the other for all of a process, lest the idle spinners of one disturb the other.
-inline std::atomic<bool> own_threads{false};
 
 inline void in_parallel(int workers, const std::function<void()>& body) {
   if (workers <= 1) return body();

@@ -102,6 +102,21 @@ struct Rotary {
   int heads, width, turned;
 };
 
+// One token of each row of logits. Temperature 0: the greatest. Nothing to cut: top_k 0, top_p 1, min_p 0.
+struct Choice {
+  const void* logits;
+  Type type;
+  int64_t stride, columns;
+  const float* temperature;
+  const int32_t* top_k;  // ties with the k-th stay
+  const float* top_p;  // what adds up to at most 1 - top_p goes, least likely first
+  const float* min_p;  // what is less likely than this times the likeliest goes
+  const int32_t* fewest;  // that top_p leaves
+  const double* numbers;  // uniform in [0, 1)
+  float* best;  // the greatest logit of each row; NaN where there is one
+  int64_t* tokens;
+};
+
 struct Kernels {
   const char* name;
   // Bytes of working memory that one task needs.
@@ -120,9 +135,8 @@ struct Kernels {
   // Rows [begin, end).
   void (*norm)(const Norm&, int64_t begin, int64_t end);
   void (*turn)(const Rotary&, int64_t begin, int64_t end);
-  // The greatest of each row's `columns` numbers, and where it first stands. NaN counts as greatest, as in torch.max.
-  void (*greatest)(const void* rows, Type type, int64_t stride, int64_t columns, int64_t begin, int64_t end, float* values,
-                   int64_t* places);
+  // Rows [begin, end). `memory` holds 3 * (columns + 128) floats.
+  void (*choose)(const Choice&, int64_t begin, int64_t end, float* memory);
 };
 
 constexpr int kStreamRows = 7;  // up to so many query rows per kv head, keys go in lanes; above, queries do

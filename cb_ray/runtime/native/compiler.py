@@ -117,7 +117,9 @@ def compile_into(built: Path, torch: Torch, compiler: Path) -> None:
         common = [str(compiler), *FLAGS]
         headers = ["-isystem", str(torch.root / "include"), TORCH_FLOOR]
         orders = {name: [*common, "-c", str(HERE / f"{name}.cpp")] for name in ("plan", "linear_plan", "pool")}
-        orders |= {name: [*common, *headers, "-c", str(HERE / f"{name}.cpp")] for name in ("paged_attention", "linear_ops")}
+        orders |= {
+            name: [*common, *headers, "-c", str(HERE / f"{name}.cpp")] for name in ("paged_attention", "linear_ops", "choose_ops")
+        }
         needed = (*orders, "portable")
         for level, flags in LEVELS.items():
             orders[level] = [*common, *flags, f"-DLEVEL={level}", "-c", str(HERE / "kernels.cpp")]

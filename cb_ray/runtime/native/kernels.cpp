@@ -35,14 +35,8 @@ bool pairs(Type type) {
 //
 #include "linear.h"
 
-template <class T>
-static inline float number_at(const T* at) {
-  T one[W] = {*at};
-  float lanes[W];
-  store(lanes, load(one));
-  return lanes[0];
-}
-
+#include "choose.h"
+//
 #include "norm.h"
 //
 #include "rotary.h"
@@ -121,49 +115,11 @@ void turn(const Rotary& r, int64_t begin, int64_t end) {
   }
 }
 
-// Two passes: the greatest of the row, four vectors at a time, then the first place where it stands.
-template <class T>
-int64_t greatest_of(const T* row, int64_t columns, float* value) {
-  const F lowest = set1(-__builtin_inff());
-  F best[4] = {lowest, lowest, lowest, lowest}, broken = zero();
-  int64_t i = 0;
-  for (; i + 4 * W <= columns; i += 4 * W)
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
-      const F x = load(row + i + k * W);
-      best[k] = max(x, best[k]);
-      broken = add(broken, mul(x, zero()));
-    }
-  float highest = top(max(max(best[0], best[1]), max(best[2], best[3])));
-  bool usual = sum(broken) == 0.0f;  // neither NaN nor infinite so far
-  for (; i < columns; i++) {
-    const float x = number_at(row + i);
-    usual = usual && x - x == 0.0f;
-    highest = x > highest ? x : highest;
-  }
-  if (!usual)
-    for (i = 0; i < columns; i++)
-      if (*value = number_at(row + i); *value != *value) return i;
-  *value = highest;
-  for (i = 0; i + W <= columns; i += W) {
-    float lanes[W];
-    const F x = load(row + i);
-    if (top(x) != highest) continue;
-    store(lanes, x);
-    for (int k = 0; k < W; k++)
-      if (lanes[k] == highest) return i + k;
-  }
-  for (; i < columns; i++)
-    if (number_at(row + i) == highest) return i;
-  return 0;
-}
-
-void greatest(const void* rows, Type type, int64_t stride, int64_t columns, int64_t begin, int64_t end, float* values,
-              int64_t* places) {
-  for (int64_t r = begin; r < end; r++) {
-    if (type == Type::f32) places[r] = greatest_of((const float*)rows + r * stride, columns, values + r);
-    if (type == Type::bf16) places[r] = greatest_of((const bf16*)rows + r * stride, columns, values + r);
-    if (type == Type::f16) places[r] = greatest_of((const f16*)rows + r * stride, columns, values + r);
+void choose(const Choice& c, int64_t begin, int64_t end, float* memory) {
+  switch (c.type) {
+    case Type::f32: return choose_as<float>(c, begin, end, memory);
+    case Type::bf16: return choose_as<bf16>(c, begin, end, memory);
+    case Type::f16: return choose_as<f16>(c, begin, end, memory);
   }
 }
 
@@ -172,6 +128,6 @@ void greatest(const void* rows, Type type, int64_t stride, int64_t columns, int6
 
 extern const Kernels SYMBOL(LEVEL);
 const Kernels SYMBOL(LEVEL) = {NAME(LEVEL),    LEVEL::scratch,  LEVEL::run,  LEVEL::finish,  LEVEL::pairs, LEVEL::few,
-                                LEVEL::prepare, LEVEL::multiply, LEVEL::norm, LEVEL::turn, LEVEL::greatest};
+                                LEVEL::prepare, LEVEL::multiply, LEVEL::norm, LEVEL::turn, LEVEL::choose};
 
 }  // namespace cb_ray

@@ -156,8 +156,10 @@ void rotary_(Tensor query, Tensor key, const Tensor& cos, const Tensor& sin) {
 }  // namespace
 }  // namespace cb_ray
 
-// Whether calls run on our own helper threads (pool.h) or in torch's pool; returns what was before.
-extern "C" __attribute__((visibility("default"))) int cb_ray_own_threads(int on) { return cb_ray::own_threads.exchange(on != 0); }
+// How many threads calls share on our own helpers (pool.h), 0 for torch's pool; returns what was before.
+extern "C" __attribute__((visibility("default"))) int cb_ray_own_threads(int count) {
+  return cb_ray::own_threads.exchange(std::max(0, count));
+}
 
 STABLE_TORCH_LIBRARY_FRAGMENT(cb_ray, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor");

@@ -59,6 +59,14 @@ class NativeOps:
     """(logits [rows, vocabulary]) -> (float32 [rows], int64 [rows]): the greatest of each row and the first place where it
     stands, as `logits.max(-1)`, NaN included; no float copy of the logits is made."""
 
+    sample: Callable[..., tuple[Tensor, Tensor]]
+    """(logits, temperature, top_k, top_p, min_p, fewest, numbers) -> (float32 [rows] greatest logits, int64 [rows] tokens).
+
+    One entry per row: temperature, top_p and min_p float32, top_k and fewest int32, numbers float64 in [0, 1). Temperature 0
+    takes the greatest; top_k 0, top_p 1 and min_p 0 cut nothing. Top-k keeps ties of the k-th; top-p keeps the likeliest until
+    they have that probability, `fewest` at least; min-p is relative to the likeliest. A token is drawn by inverse CDF in
+    vocabulary order. A row whose greatest logit is no finite number has no token to speak of."""
+
     linear: Callable[..., Tensor]
     """(x [..., K], weight [N, K], bias, residual) -> [..., N]: x weight^T + bias, rounded, then added to the residual.
 
@@ -83,13 +91,14 @@ class NativeOps:
         """The dispatch level in use."""
         return _functions(self.library).cb_ray_level().decode()
 
-    def own_threads(self, on: bool) -> bool:
-        """Run on helper threads of our own, or in torch's pool (as at first); the answer is what was before.
+    def own_threads(self, count: int) -> int:
+        """Share calls among `count` threads of our own; 0, as at first: in torch's pool. The answer is what was before.
 
-        Torch's pool waits for every thread at each call; our own helpers are not waited for when the system has no processor for
-        them, so a step suffers little from other processes. Only of use where nearly all work of a step is ours: threads of either
-        pool spin for a while after a call and would stand in the way of the other's. For the whole process."""
-        return bool(_functions(self.library).cb_ray_own_threads(int(on)))
+        Torch's pool waits for every thread at each call. Our own helpers are not waited for when the system has no processor for
+        them, so a step suffers little from other processes. Only of use where nearly all work of a step is ours, and best with
+        torch.set_num_threads(1) in the thread that steps: threads of either pool spin for a while after a call, in the other's
+        way, and one stray operation in torch's pool may wait longer than a whole step takes. For the whole process."""
+        return int(_functions(self.library).cb_ray_own_threads(count))
 
     @contextlib.contextmanager
     def at_level(self, level: str) -> Iterator[None]:
@@ -132,6 +141,7 @@ def _ops(path: Path) -> NativeOps:
         write_kv=here.write_kv.default,
         write_and_attend=here.write_and_attend.default,
         greatest=here.greatest.default,
+        sample=here.sample.default,
         linear=here.linear.default,
         linear_qkv=here.linear_qkv.default,
         gated_mlp=here.gated_mlp.default,
@@ -162,6 +172,11 @@ def _register_fakes() -> None:
 
     @torch.library.register_fake("cb_ray::greatest")
     def _(logits):
+        rows = logits.shape[0]
+        return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.int64)
+
+    @torch.library.register_fake("cb_ray::sample")
+    def _(logits, temperature, top_k, top_p, min_p, fewest, numbers):
         rows = logits.shape[0]
         return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.int64)
 

@@ -28,7 +28,7 @@ class NativeModules:
     def __init__(self, model: nn.Module, ops: NativeOps) -> None:
         """Probes the model's modules; changes none."""
         self._ops = ops
-        self._threads_before: bool | None = None
+        self._threads_before: tuple[int, int] | None = None  # our own, torch's
         with torch.inference_mode():
             self._forwards: Found = find_layers(model, ops)
             # Where all of a step's work is ours, so may be its threads.
@@ -51,9 +51,13 @@ class NativeModules:
         return [module for module, _ in self._forwards]
 
     def refresh(self) -> None:
-        """Let the kernels compute. Idempotent."""
+        """Let the kernels compute. Idempotent. Where all of a step's work is native, on threads that wait for nobody: the calling
+        thread is the one that steps, and torch's pool is set to one thread for it.
+        """
         if self._own_threads and self._threads_before is None:
-            self._threads_before = self._ops.own_threads(True)
+            threads = torch.get_num_threads()
+            self._threads_before = self._ops.own_threads(threads), threads
+            torch.set_num_threads(1)
         for module, forward in self._forwards:
             module.forward = forward
 
@@ -62,7 +66,9 @@ class NativeModules:
         for module, _ in self._forwards:
             module.__dict__.pop("forward", None)
         if self._threads_before is not None:
-            self._ops.own_threads(self._threads_before)
+            own, threads = self._threads_before
+            self._ops.own_threads(own)
+            torch.set_num_threads(threads)
             self._threads_before = None
 
 

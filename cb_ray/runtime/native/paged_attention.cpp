@@ -210,22 +210,6 @@ Tensor write_and_attend(const Tensor& query, const Tensor& key, const Tensor& va
   return paged_attention(query, key_cache, value_cache, block_table, cu_q, starts, scale, window, softcap, sinks);
 }
 
-std::tuple<Tensor, Tensor> greatest(const Tensor& logits) {
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, "cb_ray: logits must be [rows, vocabulary]");
-  if (logits.size(1) > 1 && logits.stride(1) != 1) return greatest(torch::stable::contiguous(logits));
-  const int64_t rows = logits.size(0), columns = logits.size(1), stride = logits.stride(0);
-  Tensor values = empty({rows}, aoti_torch_dtype_float32()), places = empty({rows}, aoti_torch_dtype_int64());
-  const Kernels& level = kernels();
-  const Type type = type_of(logits, "logits");
-  const void* from = logits.data_ptr();
-  float* to = static_cast<float*>(values.data_ptr());
-  int64_t* at = static_cast<int64_t*>(places.data_ptr());
-  const auto search = [&](int64_t begin, int64_t end) { level.greatest(from, type, stride, columns, begin, end, to, at); };
-  const int64_t grain = std::max<int64_t>(1, (1 << 17) / columns);
-  share(rows, grain, search);
-  return {values, places};
-}
-
 }  // namespace
 }  // namespace cb_ray
 
@@ -237,12 +221,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(cb_ray, m) {
   m.def(
       "write_and_attend(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots, "
       "Tensor block_table, Tensor cu_q, Tensor starts, float scale, int window, float softcap, Tensor? sinks) -> Tensor");
-  m.def("greatest(Tensor logits) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(cb_ray, CPU, m) {
   m.impl("paged_attention", TORCH_BOX(&cb_ray::paged_attention));
   m.impl("write_kv", TORCH_BOX(&cb_ray::write_kv));
   m.impl("write_and_attend", TORCH_BOX(&cb_ray::write_and_attend));
-  m.impl("greatest", TORCH_BOX(&cb_ray::greatest));
 }
