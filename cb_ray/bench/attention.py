@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..runtime.native import NativeOps, Unavailable, load
+from ..runtime.native import NativeOps, Unavailable, advise_huge_pages, load
 
 COLD_BYTES = 192 * 2**20
 ROOF_BYTES = 256 * 2**20
@@ -84,6 +84,7 @@ def run(
     queries: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     page_size: int = 16,
+    huge_pages: bool = True,
     rounds: int = 7,
     report: Callable[[Measured], None] = lambda row: None,
 ) -> list[Measured]:
@@ -97,18 +98,20 @@ def run(
         for geometry in geometries:
             for count in requests:
                 for context in contexts:
-                    step = _make(geometry, count, max(context, queries), queries, dtype, page_size)
+                    step = _make(geometry, count, max(context, queries), queries, dtype, page_size, huge_pages)
                     rows.append(_measure(ops, geometry, step, big, rounds))
                     report(rows[-1])
     return rows
 
 
-def _make(g: Geometry, requests: int, context: int, queries: int, dtype: torch.dtype, page: int) -> _Step:
+def _make(g: Geometry, requests: int, context: int, queries: int, dtype: torch.dtype, page: int, huge: bool) -> _Step:
     columns = -(-context // page)
     blocks, item = 1 + requests * columns, page * g.kv_heads * g.dim
     layers = max(1, min(400, COLD_BYTES // (2 * requests * columns * item * dtype.itemsize) + 1))
     block = layers * 2 * item
     flat = torch.empty(blocks * block, dtype=dtype)
+    if huge:
+        advise_huge_pages(flat)
     some = torch.randn(2**20).to(dtype)
     for at in range(0, len(flat), len(some)):
         flat[at : at + len(some)] = some[: len(flat) - at]
@@ -219,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--contexts", type=int, nargs="+", metavar="TOKENS")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--small-pages", action="store_true", help="do not ask the system for large memory pages")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, help="of torch; its own choice if not given")
     parser.add_argument("--level", help="a plainer dispatch level of the native kernels than the machine's best")
@@ -243,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             queries=512 if given.prefill else 1,
             dtype=getattr(torch, given.dtype),
             page_size=given.page_size,
+            huge_pages=not given.small_pages,
             rounds=given.rounds,
             report=lambda row: print(json.dumps(asdict(row)) if given.json else line(row), flush=True),
         )

@@ -1,4 +1,4 @@
-"""Kernels in C++ for models on a CPU: paged attention, writing KV, the greatest logits.
+"""Kernels in C++ for models on a CPU: paged attention, products with weights, norms, rotary, choosing tokens.
 
 Owns the sources beside this file, compiling them once into the user's cache, and the torch ops `cb_ray::*` with their fake
 implementations. May not know models, requests or which backend is in use.
@@ -7,5 +7,6 @@ implementations. May not know models, requests or which backend is in use.
 """
 
 from .loader import NativeOps, Unavailable, load
+from .memory import advise_huge_pages
 
-__all__ = ["NativeOps", "Unavailable", "load"]
+__all__ = ["NativeOps", "Unavailable", "advise_huge_pages", "load"]

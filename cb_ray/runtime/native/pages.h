@@ -95,11 +95,20 @@ static inline void write_out(const Attention& a, int64_t row, int head, const fl
   }
 }
 
-// Scores that no query may see get this: finite, so that no difference of two of them is NaN, and so far down that its
-// exponential is 0 as soon as one real score is there.
+// Scores are kept as powers of two, e^x = 2^(x log2(e)): the factor is part of the scale. Those that no query may see get this:
+// finite, so that no difference of two of them is NaN, and so far down that its power is 0 as soon as one real score is there.
 constexpr float kHidden = -1e38f;
+constexpr float kLog2E = 1.44269504f;
 
-static inline F shape_scores(F raw, F scale, F softcap, F softcap_inverse, bool capped) {
-  const F x = mul(raw, scale);
-  return capped ? mul(hyperbolic_tangent(mul(x, softcap_inverse)), softcap) : x;
+struct Shape {
+  F scale, cap, cap_inverse;
+  bool capped;
+};
+static inline Shape shape_of(const Attention& a) {
+  const bool capped = a.softcap > 0;
+  return {set1(capped ? a.scale : a.scale * kLog2E), set1(a.softcap * kLog2E), set1(capped ? 1.0f / a.softcap : 0.0f), capped};
+}
+static inline F shape_scores(F raw, Shape s) {
+  const F x = mul(raw, s.scale);
+  return s.capped ? mul(hyperbolic_tangent(mul(x, s.cap_inverse)), s.cap) : x;
 }

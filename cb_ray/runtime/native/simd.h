@@ -287,6 +287,25 @@ static inline F exponential(F x) {
   return pick_less(x, set1(-87.3f), zero(), mul(p, power_of_two(n)));
 }
 
+// 2^t to about one unit in the last place for t <= 0, exactly 0 far below: what attention needs, with log2(e) in its scale.
+static inline F power2(F t) {
+#if defined(__AVX512F__)
+  const F n = round(t), f = sub(t, n);
+#else
+  const F held = max(set1(-126.0f), t), n = round(held), f = sub(held, n);
+#endif
+  F p = fma(f, set1(0.00132647273f), set1(0.00967151299f));
+  p = fma(p, f, set1(0.0555073358f));
+  p = fma(p, f, set1(0.240222424f));
+  p = fma(p, f, set1(0.693147004f));
+  p = fma(p, f, set1(1.0f));
+#if defined(__AVX512F__)
+  return _mm512_scalef_ps(p, n);
+#else
+  return pick_less(t, set1(-126.0f), zero(), mul(p, power_of_two(n)));
+#endif
+}
+
 // tanh to a few units in the last place, also near zero where 1 - 2 / (1 + e^2x) would lose every digit.
 static inline F hyperbolic_tangent(F x) {
   const F a = abs(x), square = mul(x, x);

@@ -159,13 +159,13 @@ static inline void sum_values(int rows, const float* weights, const T* const* va
   }
 }
 
-// Raw scores of one row become weights e^(x - m); keys outside [first, end) get 0.
+// Raw scores of one row become weights 2^(x - m); keys outside [first, end) get 0.
 static inline void soften(const Attention& a, float* scores, int n, int first, int end, float* m, float* l) {
-  const F scale = set1(a.scale), cap = set1(a.softcap), cap_inverse = set1(a.softcap > 0 ? 1.0f / a.softcap : 0.0f);
+  const Shape shape = shape_of(a);
   const int whole = up_to_multiple(n, W);
   F best = set1(kHidden);
   for (int i = 0; i < whole; i += W) {
-    const F x = shape_scores(load(scores + i), scale, cap, cap_inverse, a.softcap > 0);
+    const F x = shape_scores(load(scores + i), shape);
     store(scores + i, x);
     best = max(best, x);
   }
@@ -179,7 +179,7 @@ static inline void soften(const Attention& a, float* scores, int n, int first, i
   const float highest = top(best);
   F total = zero();
   for (int i = 0; i < whole; i += W) {
-    const F p = exponential(sub(load(scores + i), set1(highest)));
+    const F p = power2(sub(load(scores + i), set1(highest)));
     store(scores + i, p);
     total = add(total, p);
   }
@@ -193,9 +193,9 @@ static void fold_stream(const Attention& a, int64_t rows, Partial into, Partial 
   for (int64_t r = 0; r < rows; r++) {
     const float m = into.m[r] > next.m[r] ? into.m[r] : next.m[r];
     float lanes[W];
-    store(lanes, exponential(sub(set1(into.m[r]), set1(m))));
+    store(lanes, power2(sub(set1(into.m[r]), set1(m))));
     const float keep = lanes[0];
-    store(lanes, exponential(sub(set1(next.m[r]), set1(m))));
+    store(lanes, power2(sub(set1(next.m[r]), set1(m))));
     const float take = lanes[0];
     into.m[r] = m;
     into.l[r] = into.l[r] * keep + next.l[r] * take;
@@ -213,11 +213,11 @@ static void write_stream(const Attention& a, const Job& j, Partial p) {
         const int head = (j.head + h) * a.group + g;
         float factor = 1.0f, l = p.l[r];
         if (a.sinks) {
-          const float sink = a.sinks[head], m = p.m[r] > sink ? p.m[r] : sink;
+          const float sink = a.sinks[head] * kLog2E, m = p.m[r] > sink ? p.m[r] : sink;
           float lanes[W];
-          store(lanes, exponential(sub(set1(p.m[r]), set1(m))));
+          store(lanes, power2(sub(set1(p.m[r]), set1(m))));
           factor = lanes[0];
-          store(lanes, exponential(sub(set1(sink), set1(m))));
+          store(lanes, power2(sub(set1(sink), set1(m))));
           l = l * factor + lanes[0];
         }
         write_out(a, j.row + q, head, p.sum + r * padded(a.dv), set1(factor / l));

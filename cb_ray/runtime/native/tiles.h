@@ -3,8 +3,8 @@
 // nothing of the cache has to be transposed.
 //
 //   scores[key, row]  =  key[key, d]  x  query[d, row]          block of <= 64 keys
-//   weights[key, row] =  e^(scores - m[row])                    in place, column by column
-//   sum[dv, row]      =  sum[dv, row] * e^(old m - m)[row]  +  value[key, dv] (transposed by the way it is read)  x  weights
+//   weights[key, row] =  2^(scores - m[row])                    in place, column by column
+//   sum[dv, row]      =  sum[dv, row] * 2^(old m - m)[row]  +  value[key, dv] (transposed by the way it is read)  x  weights
 //
 // Rows of a job: query * group + head within the group, padded to 16 lanes. A tiled job has one kv head.
 // Included by kernels.cpp inside a level's namespace.
@@ -128,44 +128,72 @@ struct Lanes {
   float* keep;
 };
 
-// Turn raw scores of n keys from position `begin` on into weights, in place; `hide`: some row may not see some key.
-static inline void soften_lanes(const Attention& a, float* scores, int n, int lanes, int begin, bool hide, Lanes rows) {
-  const F scale = set1(a.scale), cap = set1(a.softcap), cap_inverse = set1(a.softcap > 0 ? 1.0f / a.softcap : 0.0f);
+// Raw scores as they are to be compared, in place; `hide`: some row may not see some key.
+static inline void shape_lanes(const Attention& a, float* scores, int n, int lanes, int begin, bool hide, Lanes rows) {
+  const Shape shape = shape_of(a);
   for (int c = 0; c < lanes; c += W) {
-    const F before = load(rows.m + c), first = load(rows.first + c), last = load(rows.last + c);
-    F best = before;
+    const F first = load(rows.first + c), last = load(rows.last + c);
     for (int i = 0; i < n; i++) {
-      F x = shape_scores(load(scores + i * lanes + c), scale, cap, cap_inverse, a.softcap > 0);
+      F x = shape_scores(load(scores + i * lanes + c), shape);
       if (hide) {
         const F position = set1(float(begin + i));
         x = pick_less(last, position, set1(kHidden), pick_less(position, first, set1(kHidden), x));
       }
       store(scores + i * lanes + c, x);
-      best = max(best, x);
     }
-    F total = zero();
-    for (int i = 0; i < n; i++) {
-      const F p = exponential(sub(load(scores + i * lanes + c), best));
-      store(scores + i * lanes + c, p);
+  }
+}
+
+// How weights lie for the product with the values: as floats, or two keys side by side as bf16.
+template <class M>
+static inline void store_weights(float* at, int lanes, F one, F other, bool both) {
+  store(at, one);
+  if (both) store(at + lanes, other);
+}
+#if defined(__AVX512BF16__)
+static inline __m512i interleaved(F even, F odd) {  // lane by lane, the even one in the low half
+  const __m512i places = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                          19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(places, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+}
+template <>
+inline void store_weights<Pairs>(float* at, int, F one, F other, bool both) {
+  store(at, _mm512_castsi512_ps(interleaved(one, both ? other : zero())));
+}
+#endif
+
+// Scores of n keys into weights, in place; `factor` brings them to powers of two where shape_lanes has not.
+template <class M>
+static inline void soften_lanes(float* scores, int n, int lanes, F factor, Lanes rows) {
+  constexpr bool pairs = !same<M, Floats>;
+  for (int c = 0; c < lanes; c += W) {
+    F high[4];
+    high[0] = high[1] = high[2] = high[3] = load(scores + c);
+    int i = 1;
+    for (; i + 4 <= n; i += 4)
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; k++) high[k] = max(high[k], load(scores + (i + k) * lanes + c));
+    for (; i < n; i++) high[0] = max(high[0], load(scores + i * lanes + c));
+    const F before = load(rows.m + c);
+    const F best = max(before, mul(max(max(high[0], high[1]), max(high[2], high[3])), factor));
+    const F below = sub(zero(), best);
+    F total = zero(), other_total = zero();
+    for (i = 0; i < n; i += 2) {
+      const bool both = i + 1 < n;
+      const F p = power2(fma(load(scores + i * lanes + c), factor, below));
+      const F q = both ? power2(fma(load(scores + (i + 1) * lanes + c), factor, below)) : zero();
       total = add(total, p);
+      other_total = add(other_total, q);
+      store_weights<M>(scores + (pairs ? i / 2 : i) * lanes + c, lanes, p, q, both);
     }
-    const F keep = exponential(sub(before, best));
+    const F keep = power2(sub(before, best));
     store(rows.keep + c, keep);
-    store(rows.l + c, fma(load(rows.l + c), keep, total));
+    store(rows.l + c, fma(load(rows.l + c), keep, add(total, other_total)));
     store(rows.m + c, best);
   }
 }
 
 #if defined(__AVX512BF16__)
-// Rows 2i and 2i+1 of the weights become row i of bf16 pairs, in place; an odd last row is paired with zeros.
-static inline void pair_weights(float* scores, int n, int lanes) {
-  for (int i = 0; i < n; i += 2)
-    for (int c = 0; c < lanes; c += W) {
-      const F odd = i + 1 < n ? load(scores + (i + 1) * lanes + c) : zero();
-      const __m512i low = _mm512_srli_epi32(high_halves(load(scores + i * lanes + c)), 16);
-      store(scores + i / 2 * lanes + c, _mm512_castsi512_ps(_mm512_or_si512(high_halves(odd), low)));
-    }
-}
 // Rows n and n + 1 of the values, side by side: [n / 2, width] pairs.
 static inline void pair_values(const bf16* const* values, int64_t offset, int n, int dv, int width, uint32_t* pairs) {
   for (int i = 0; i < n; i += 2) {
@@ -254,7 +282,10 @@ static void tile_chunk(const Attention& a, const Job& j, int begin, int end, Til
     }
     all_scores<M>(keys, t.query, whole, t.depth, t.lanes, scores);
     const bool hide = at + n - 1 > j.position || (a.window && at <= last_query - a.window);
-    soften_lanes(a, scores, n, t.lanes, at, hide, Lanes{t.last, t.first, t.m, t.l, keep});
+    const Lanes lanes = {t.last, t.first, t.m, t.l, keep};
+    const bool shaped = hide || a.softcap > 0 || a.scale <= 0;
+    if (shaped) shape_lanes(a, scores, n, t.lanes, at, hide, lanes);
+    soften_lanes<M>(scores, n, t.lanes, set1(shaped ? 1.0f : a.scale * kLog2E), lanes);
     const int value_rows = pairs ? (n + 1) / 2 : n;
     for (int i = 0; i < value_rows; i++) {
       values[i] = copy_values ? value_copy + int64_t(i) * width : (const E*)(rows.values[i] + value_offset);
@@ -262,10 +293,8 @@ static void tile_chunk(const Attention& a, const Job& j, int begin, int end, Til
         if (copy_values) widen_row(rows.values[i] + value_offset, a.dv, width, (float*)value_copy + int64_t(i) * width);
     }
 #if defined(__AVX512BF16__)
-    if constexpr (pairs) {
-      pair_weights(scores, n, t.lanes);
+    if constexpr (pairs)
       pair_values((const bf16* const*)rows.values, value_offset, n, a.dv, width, (uint32_t*)value_copy);
-    }
 #endif
     all_sums<M>(values, scores, value_rows, width, t.lanes, keep, t.sum);
   }
@@ -275,7 +304,7 @@ static void fold_tile(const Attention& a, int64_t lanes, Partial into, Partial n
   const int64_t width = padded(a.dv);
   for (int64_t c = 0; c < lanes; c += W) {
     const F m = max(load(into.m + c), load(next.m + c));
-    const F keep = exponential(sub(load(into.m + c), m)), take = exponential(sub(load(next.m + c), m));
+    const F keep = power2(sub(load(into.m + c), m)), take = power2(sub(load(next.m + c), m));
     store(into.m + c, m);
     store(into.l + c, fma(load(next.l + c), take, mul(load(into.l + c), keep)));
     for (int64_t d = 0; d < width; d++) {
@@ -291,10 +320,10 @@ static void write_tile(const Attention& a, const Job& j, Partial p, float* row_m
     F m = load(p.m + r), l = load(p.l + r), factor = set1(1.0f);
     if (a.sinks) {
       float sinks[W];
-      for (int i = 0; i < W; i++) sinks[i] = a.sinks[j.head * a.group + (r + i) % a.group];
+      for (int i = 0; i < W; i++) sinks[i] = kLog2E * a.sinks[j.head * a.group + (r + i) % a.group];
       const F sink = load(sinks), both = max(m, sink);
-      factor = exponential(sub(m, both));
-      l = fma(l, factor, exponential(sub(sink, both)));
+      factor = power2(sub(m, both));
+      l = fma(l, factor, power2(sub(sink, both)));
     }
     float factors[W];
     store(factors, div(factor, l));
