@@ -10,6 +10,7 @@ import importlib
 
 BENCHMARKS = {
     "attention": "native attention against gathering and torch's own, and against the machine's memory",
+    "kernels": "native products, MLPs and choosing tokens against torch's own",
     "offline": "tokens per second of a workload of token ids, in one process",
     "router": "milliseconds to decide where a request goes, by policy and page size",
     "scheduler": "microseconds to plan and commit a step, by running and waiting requests",
