@@ -42,5 +42,5 @@ lint: .venv/.installed-test
 	touch $@
 
 .venv/.installed-test: .venv/.pip
-	$(BIN)/python -m pip install --editable '.[serve,gguf]' --group test
+	$(BIN)/python -m pip install --editable '.[serve,gguf,bench]' --group test
 	touch .venv/.installed-run $@
