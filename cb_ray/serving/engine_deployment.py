@@ -26,8 +26,9 @@ from ..errors import EngineFailedError
 from ..messages import EngineStats, GenerateRequest, RequestStatus, SamplingParams, TokenChunk
 from ..routing.members import Beat, BeatReply
 from ..routing.pool import PoolLimits
+from ..routing.reporter import PageNews
 from .args import EngineArgs
-from .pulse import PageNews, Pulse
+from .pulse import Pulse
 from .replica_router import BOARD
 
 logger = logging.getLogger("ray.serve")

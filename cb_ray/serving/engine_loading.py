@@ -19,9 +19,9 @@ from ..engine.manager import ContinuousBatchingManager
 from ..engine.model_source import resolve_model
 from ..engine.parts import EngineParts
 from ..errors import ConfigError
+from ..routing.reporter import PageNews
 from .args import EngineArgs
 from .engine_deployment import LoadedEngine
-from .pulse import PageNews
 
 
 def load_engine(source: str, args: EngineArgs) -> LoadedEngine:

@@ -12,7 +12,8 @@ pytest.importorskip("ray")
 
 from cb_ray.messages import EngineStats
 from cb_ray.routing.members import Beat, BeatReply
-from cb_ray.serving.pulse import PageNews, Pulse
+from cb_ray.routing.reporter import PageNews
+from cb_ray.serving.pulse import Pulse
 
 
 class Desk:
