@@ -54,6 +54,7 @@ class ReplicaLoad:
     owed_s: float  # by which the work owed here makes other work later
     num_leases: int
     cached_tokens: int = 0  # of the asked prompt, so far as is known
+    regret: float = 0.0  # of the pages that it must give up for new ones, the share that is asked for again
     age_s: float = 0.0  # since the replica was last heard of
 
 

@@ -82,6 +82,10 @@ class PrefixAware:
     without the steps themselves, which are made anyway. So while steps are bound by memory, a busy warm replica is cheap, and
     when they are bound by compute it is not. There is no weight and no threshold: affinity gives way by itself.
 
+    What is computed here is kept here, and something else is given up for it. Where what is given up is asked for again (`regret`,
+    measured), it will have to be computed again, which is added to the price: prefixes settle where caches have room, and copies
+    are made only where they displace nothing that is wanted.
+
     Prices that differ by less than one page of prefill are ties; ties go to the replica that the prompt's first page (or its
     session) hashes to, so equal prefixes meet even before anything is known to be cached.
     """
@@ -94,7 +98,10 @@ class PrefixAware:
     def rank(self, ask: Ask, loads: Sequence[ReplicaLoad], rates: Rates) -> RoutingDecision:
         grain = max(self._page * rates.prefill_s, 1e-9)
         home = ask.session.encode() or (ask.digests[0] if ask.digests else ask.request_id.encode())
-        prices = {load.replica: load.owed_s + (ask.num_tokens - load.cached_tokens) * rates.prefill_s for load in loads}
+        prices = {
+            load.replica: load.owed_s + (ask.num_tokens - load.cached_tokens) * rates.prefill_s * (1 + load.regret)
+            for load in loads
+        }
         graded = sorted((round(price / grain), replica) for replica, price in prices.items())
         ties = sum(1 for grade, _ in graded if grade == graded[0][0])  # only they need hashing; nobody else is first
         first = sorted((replica for _, replica in graded[:ties]), key=lambda replica: rendezvous(home, replica))

@@ -364,6 +364,7 @@ class Pool:
                     owed_s=rates.added(*replica.owed(mean)),
                     num_leases=replica.taken,
                     cached_tokens=min(depths.get(name, 0) * page, most),  # the last token's logits are always computed
+                    regret=self._index.regret(name),
                     age_s=now - replica.heard_at,
                 )
             )

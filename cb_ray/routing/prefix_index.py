@@ -1,7 +1,8 @@
 """Who has which page cached: page digest → set of replicas, bounded in bytes, least recently used out.
 
 Owns `PrefixIndex`. It is fed by engines (pages they cached and evicted) and, ahead of that, by grants (pages they are about to
-cache). May know nothing but the standard library.
+cache). What nobody has any more is remembered for a while, to tell caches that give up what is wanted from those with room to
+spare. May know nothing but the standard library.
 
     digest ─▶ bits   one bit per replica; a replica that leaves or drops its cache gets a new bit and its old one goes dead,
                      so forgetting a replica costs nothing, and dead bits are masked out whenever an entry is read
@@ -13,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 BYTES_PER_ENTRY = 256  # 154 measured with half-empty tables: ordered dict slot, 16-byte digest, small int; the rest is margin
+_FEW = 16.0  # pages: what is known of fewer evictions says little
+_FORGET = 1 - 1 / 512  # at each eviction
 _COMPACT_AT = 512  # bits ever given out; then all entries are rewritten once
 
 
@@ -25,6 +28,9 @@ class PrefixIndex:
         self._bit_of: dict[str, int] = {}
         self._live = 0  # all bits in use
         self._next = 0
+        self._gone: OrderedDict[bytes, str] = OrderedDict()  # pages that nobody has any more → who had them last
+        self._evicted: dict[str, float] = {}  # last copies that a replica gave up, lately …
+        self._missed: dict[str, float] = {}  # … and how many of them were asked for afterwards
         self.resize(max_bytes)
 
     def __len__(self) -> int:
@@ -35,8 +41,14 @@ class PrefixIndex:
         bit = 1 << (self._bit_of[replica] if replica in self._bit_of else self._new_bit(replica))
         bits, live = self._bits, self._live
         for digest in digests:
-            bits[digest] = (bits.get(digest, 0) & live) | bit
-            bits.move_to_end(digest)
+            found = bits.get(digest)
+            if found is None:
+                bits[digest] = bit
+                if digest in self._gone:
+                    self._miss(digest)
+            else:
+                bits[digest] = (found & live) | bit
+                bits.move_to_end(digest)
         self._trim()
 
     def resize(self, max_bytes: int) -> None:
@@ -45,8 +57,8 @@ class PrefixIndex:
         self._trim()
 
     def _trim(self) -> None:
-        while len(self._bits) > self.max_entries:
-            self._bits.popitem(last=False)
+        while len(self._bits) + len(self._gone) > self.max_entries:
+            (self._gone or self._bits).popitem(last=False)
 
     def discard(self, replica: str, digests: Iterable[bytes]) -> None:
         """`replica` has these pages no longer."""
@@ -61,12 +73,34 @@ class PrefixIndex:
                 self._bits[digest] = found & keep
             else:
                 del self._bits[digest]
+                self._give_up(replica, digest)
+
+    def regret(self, replica: str) -> float:
+        """Of the pages that `replica` gives up, the share that is asked for again, as far as is known: between 0 and 1."""
+        return min(1.0, self._missed.get(replica, 0.0) / (self._evicted.get(replica, 0.0) + _FEW))
+
+    def _give_up(self, replica: str, digest: bytes) -> None:
+        """What would be found if all caches together were twice as large is remembered, and nothing older."""
+        self._gone[digest] = replica
+        self._gone.move_to_end(digest)
+        while len(self._gone) > len(self._bits):
+            self._gone.popitem(last=False)
+        self._evicted[replica] = self._evicted.get(replica, 0.0) * _FORGET + 1
+        self._missed[replica] = self._missed.get(replica, 0.0) * _FORGET
+
+    def _miss(self, digest: bytes) -> None:
+        """A page that nobody has is wanted: that is held against the one who gave it up."""
+        replica = self._gone.pop(digest)
+        if replica in self._missed:
+            self._missed[replica] += 1
 
     def forget(self, replica: str) -> None:
         """`replica` is gone or has dropped its whole cache (new weights)."""
         bit = self._bit_of.pop(replica, None)
         if bit is not None:
             self._live &= ~(1 << bit)
+        self._evicted.pop(replica, None)
+        self._missed.pop(replica, None)
 
     def depths(self, digests: Sequence[bytes]) -> dict[str, int]:
         """How many leading pages each replica has; replicas without any are absent. Looking is no use: a grant adds them anew."""

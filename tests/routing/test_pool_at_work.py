@@ -24,7 +24,7 @@ from cb_ray.routing.pool import Granted, Pool, PoolLimits
 PAGE, CHUNK, SLOTS, ENGINES = 64, 512, 32, 4
 DOCUMENTS, DOCUMENT_PAGES, OWN_PAGES = 40, 32, 2
 PROMPT = (DOCUMENT_PAGES + OWN_PAGES) * PAGE + 7
-CACHE_PAGES = 14 * (DOCUMENT_PAGES + OWN_PAGES)
+ROOMY, TIGHT = 14, 11  # documents that one engine's cache holds; ten are its share
 PREFILL_S, DECODE_S, STEP_S = 3e-4, 1.5e-4, 0.015
 BEAT_S, WARM_UP_S, END_S = 0.25, 40.0, 160.0
 BEST = DOCUMENT_PAGES * PAGE / PROMPT  # share of a prompt that an oracle would find cached
@@ -46,6 +46,7 @@ class Engine:
     """Counts; computes nothing."""
 
     name: str
+    cache_pages: int
     cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     jobs: list[Job] = field(default_factory=list)
     busy: bool = False
@@ -99,7 +100,7 @@ class Engine:
                 self.news["added"].append(digest)
             self.cache[digest] = None
             self.cache.move_to_end(digest)
-        while len(self.cache) > CACHE_PAGES:
+        while len(self.cache) > self.cache_pages:
             self.news["evicted"].append(self.cache.popitem(last=False)[0])
 
     def beat(self) -> Beat:
@@ -135,9 +136,9 @@ class Outcome:
 class Fleet:
     """The agenda of one run: requests that arrive, steps that end, beats that are due."""
 
-    def __init__(self, policy: str, seed: int) -> None:
+    def __init__(self, policy: str, seed: int, room: int) -> None:
         self.dice, self.pool = random.Random(seed), Pool(PoolLimits(policy=policy, page_size=PAGE), seed)
-        self.engines = {f"r{n}": Engine(f"r{n}") for n in range(ENGINES)}
+        self.engines = {f"r{n}": Engine(f"r{n}", room * (DOCUMENT_PAGES + OWN_PAGES)) for n in range(ENGINES)}
         self.pool.members(0.0, [Member(replica=name, slots=SLOTS) for name in self.engines])
         self.documents = [tuple(self.dice.randbytes(16) for _ in range(DOCUMENT_PAGES)) for _ in range(DOCUMENTS)]
         self.agenda: list[tuple[float, int, str, Any]] = []
@@ -204,9 +205,9 @@ class Fleet:
 
 
 @cache
-def run(policy: str, rate: float, hot: float = 0.0, seed: int = 1) -> Outcome:
-    """`rate` requests per second; a share `hot` of them is about document 0."""
-    fleet = Fleet(policy, seed)
+def run(policy: str, rate: float, hot: float = 0.0, seed: int = 1, room: int = ROOMY) -> Outcome:
+    """`rate` requests per second; a share `hot` of them is about document 0. `room`: documents in one cache."""
+    fleet = Fleet(policy, seed, room)
     fleet.run(rate, hot)
     busiest = sum(max(load) for load in fleet.loads) / max(1e-9, sum(sum(load) / ENGINES for load in fleet.loads))
     hit_rate = sum(fleet.hits) / (len(fleet.hits) * PROMPT)
@@ -220,6 +221,13 @@ def test_prefix_aware_finds_nearly_all_that_could_be_found(rate):
     assert aware.hit_rate >= 0.9 * BEST
     assert aware.hit_rate >= 2.5 * blind.hit_rate
     assert aware.ttft_p50 < 0.35 * blind.ttft_p50
+
+
+def test_caches_that_are_nearly_full_are_shared_out():
+    """40 documents in room for 44: who gives up what is wanted gets dearer, so that documents settle where there is room."""
+    aware, blind = run("prefix_aware", 5.0, room=TIGHT), run("round_robin", 5.0, room=TIGHT)
+    assert aware.hit_rate >= 0.9 * BEST
+    assert aware.hit_rate >= 3.5 * blind.hit_rate
 
 
 def test_a_hot_prefix_does_not_collapse_onto_its_warm_replica():

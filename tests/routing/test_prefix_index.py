@@ -68,3 +68,26 @@ def test_thousands_of_replicas_may_come_and_go():
         index.forget(f"r{n}")
     assert index.depths(CHAINS[0]) == {"stays": 6}
     assert index._next < 1000
+
+
+def test_who_gives_up_what_is_wanted_is_known_by_it():
+    """Evicting the last copy of a page that is asked for again counts; other evictions, and pages of the long past, do not."""
+    index = PrefixIndex()
+    fresh = (n.to_bytes(16, "big") for n in range(10**6))
+    for _ in range(200):
+        wanted, copied = next(fresh), next(fresh)
+        for replica in ("full", "roomy"):
+            junk = next(fresh)
+            index.add(replica, [junk])
+            index.discard(replica, [junk])
+        index.add("full", [wanted])
+        index.discard("full", [wanted])
+        index.add("other", [wanted, copied])  # it is asked for again, and computed elsewhere
+        index.add("full", [copied])
+        index.discard("full", [copied])
+        index.add("full", [copied])
+    assert index.regret("roomy") == index.regret("other") == index.regret("never seen") == 0.0
+    assert 0.4 < index.regret("full") < 0.5
+    assert len(index._gone) <= len(index)
+    index.forget("full")
+    assert index.regret("full") == 0.0
