@@ -5,6 +5,9 @@
     ├── ConfigError (ValueError)              400  a setting is out of range or unknown; names the nearest right one
     │   └── DeviceError (RuntimeError)        400  a setting that this device cannot do
     ├── UnsupportedModelError (ValueError)    400  the model has something this engine does not compute
+    ├── WeightsError (ValueError)             400  weights that do not fit the model, or cannot be had; the old ones are in place
+    ├── WeightsLostError (RuntimeError)       500  loading weights failed half way, and so did putting the old ones back
+    ├── UpdateRunningError (RuntimeError)     409  the weights are being updated; one update at a time
     ├── ModelSourceError (RuntimeError)       500  the model's files cannot be had, or are not what they should be
     ├── AuthenticationError                   401  no API key, or one that is not known here
     ├── UnknownModelError (LookupError)       404  no such model is served here
@@ -80,6 +83,47 @@ class UnsupportedModelError(CbRayError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.model} is not supported: {self.reason}"
+
+
+class WeightsError(CbRayError, ValueError):
+    """Weights that are refused: they do not fit the model, or cannot be read. The model has the weights it had before."""
+
+    http_status = 400
+    openai_type = "invalid_request_error"
+    code = "weights_refused"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message, self.param = message, "source"
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class WeightsLostError(CbRayError, RuntimeError):
+    """Neither the new nor the old weights are whole. The engine that has them must not compute with them."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"the model's weights are a mixture now and the engine must be made anew: {self.message}"
+
+
+class UpdateRunningError(CbRayError, RuntimeError):
+    """A weight update was asked for while another one runs."""
+
+    http_status = 409
+    openai_type = "invalid_request_error"
+    code = "update_running"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"an update to {self.what} is running; wait until it has ended"
 
 
 class ModelSourceError(CbRayError, RuntimeError):

@@ -51,7 +51,10 @@ THIRD_PARTY = {  # what each floor may import from outside the standard library
     **dict.fromkeys(GROUND | PURE, frozenset[str]()),
     "runtime": {"torch", "transformers", "numpy", "tqdm", "flash_attn"},
     "text": {"tokenizers", "transformers", "jinja2"},
-    "engine": {"torch", "transformers", "tokenizers", "numpy", "psutil", "tqdm", "gguf", "accelerate"},
+    "engine": {
+        *("torch", "transformers", "tokenizers", "numpy", "psutil", "tqdm", "gguf", "accelerate"),
+        *("safetensors", "huggingface_hub"),
+    },
 }
 
 

@@ -221,8 +221,13 @@ class EngineCore:
     def set_weights_version(self, version: int, *, recompute: bool = False) -> None:
         """The model has other weights now. Pages of another version are never matched again by new requests (law L7).
 
-        Requests under way go on over the pages they have; with `recompute` they compute all their tokens again first.
+        Requests under way go on over the pages they have; with `recompute` they compute all their tokens again first. A version
+        that does not rise (weights put back, or loaded anew under their number) may have pages that other weights filled in for
+        requests that began under it: all pages are forgotten and everyone computes again.
         """
+        if version <= self._scheduler.weights_version:
+            self._blocks.forget_all()
+            recompute = True
         self._scheduler.weights_version = version
         if recompute:
             for request in list(self._scheduler.live.values()):

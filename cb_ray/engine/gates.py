@@ -1,6 +1,7 @@
 """Who may ask the engine to stop or to stand still, and how it answers. With `mailbox.py`, the only place with locks.
 
-Owns `StopGate` (only rises), `PauseGate` (several holders) and `turnstile` (one thread at a time). Knows no request and no model.
+Owns `StopGate` (only rises), `PauseGate` (several holders), `turnstile` (one thread at a time) and `UpdateGate` (one, and no
+line). Knows no request and no model.
 A gate never touches the engine: whoever asks also rings, and the engine thread looks at its gates between two steps.
 
     stop    RUNNING ──▶ FLUSH ──▶ HARD            never back; a restart gets a new gate
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 
-from ..errors import EngineStoppedError
+from ..errors import EngineStoppedError, UpdateRunningError
 
 Ring = Callable[[], None]
 
@@ -128,3 +129,22 @@ class PauseGate:
 def turnstile() -> AbstractContextManager[object]:
     """Lets one thread at a time through; the same thread may pass again while it is inside."""
     return threading.RLock()
+
+
+class UpdateGate:
+    """Lets one weight update through; whoever comes meanwhile is told so instead of waiting."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._what = ""
+
+    @contextmanager
+    def through(self, what: str) -> Generator[None]:
+        """Raises UpdateRunningError, naming what is under way, while somebody is inside."""
+        if not self._lock.acquire(blocking=False):
+            raise UpdateRunningError(self._what)
+        try:
+            self._what = what
+            yield
+        finally:
+            self._lock.release()

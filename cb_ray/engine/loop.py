@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import CbRayError, EngineStoppedError
 from ..messages import EngineStats, GenerateRequest, RequestStatus, TokenChunk, Usage
 from .gates import PauseGate, StopGate, StopLevel
-from .mailbox import Add, Cancel, Inbox, Message, NewWeights, Outbox, PageNames
+from .mailbox import Add, Broken, Cancel, Inbox, Message, NewWeights, Outbox, PageNames
 from .parts import Core, Runner
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,9 @@ class EngineLoop:
         elif isinstance(message, NewWeights):
             version = self._core.weights_version + 1 if message.version is None else message.version
             self._core.set_weights_version(version, recompute=message.recompute)
+            self._runner.reload()
+        elif isinstance(message, Broken):
+            raise message.error
         else:
             self._core.drop_cache()
 
@@ -154,8 +157,13 @@ class EngineLoop:
         stopped = EngineStoppedError("the engine was stopped hard (HARD_STOP) before this request was done; send it again")
         self._core.cancel_all(stopped, self._clock())
         self._post()
-        self._publish(self._clock(), idle=True)
         self._inbox.refuse("the engine is stopped; start it first")
+        for message in self._inbox.drain(wait=False):
+            if isinstance(
+                message, (NewWeights, Broken)
+            ):  # left by a pause that a hard stop did not wait for; the cache may live on
+                self._obey(message)
+        self._publish(self._clock(), idle=True)
         self._outbox.fail_live(stopped)
         self._inbox.clear()
 

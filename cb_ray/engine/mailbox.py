@@ -61,7 +61,14 @@ class DropCache:
     pass
 
 
-Message = Add | Cancel | NewWeights | DropCache
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The model can no longer be computed with."""
+
+    error: Exception
+
+
+Message = Add | Cancel | NewWeights | DropCache | Broken
 
 
 class Inbox:

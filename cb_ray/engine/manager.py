@@ -18,18 +18,22 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import ContinuousBatchingConfig, EngineFacts, WorkloadHints
-from ..errors import EngineStoppedError, InvalidRequestError
+from ..errors import EngineStoppedError, InvalidRequestError, WeightsLostError
 from ..messages import EngineStats, GenerateRequest, GenerationOutput, TokenChunk
-from .gates import PauseGate, StopGate, StopLevel, turnstile
+from .gates import PauseGate, StopGate, StopLevel, UpdateGate, turnstile
 from .intake import Intake, plain_ids
 from .loop import EngineLoop
-from .mailbox import Callback, DropCache, Inbox, Mailbox, NewWeights, Outbox, PageNames, Results
+from .mailbox import Broken, Callback, DropCache, Inbox, Mailbox, NewWeights, Outbox, PageNames, Results
 from .outputs import OutputRecord
 from .parts import Build, EngineParts
 from .sampling_config import SamplingPolicy
+
+if TYPE_CHECKING:
+    from .weights import LoadedWeights
+    from .weights_source import WeightsSource
 
 logger = logging.getLogger(__name__)
 CACHED_MANAGER = "_cb_ray_manager"  # attribute of a model that keeps its manager between sessions
@@ -88,6 +92,7 @@ class ContinuousBatchingManager:
         self._again: Callable[[], EngineParts] | None = None
         self._clock = clock
         self._life = turnstile()
+        self._updating = UpdateGate()
         self._destroyed = False
         self._session: _Session | None = None
         self._pages: PageNames | None = None
@@ -212,6 +217,8 @@ class ContinuousBatchingManager:
 
     def _rebuild(self) -> EngineParts:
         parts = self._parts = self._build()
+        if self._stats.weights_version:
+            parts.core.set_weights_version(self._stats.weights_version)
         if self._pages is not None:
             self._pages.clear()
             parts.core.track_names()
@@ -331,6 +338,74 @@ class ContinuousBatchingManager:
             finally:
                 if invalidate or recompute or weights_version is not None:
                     self._inbox.put(NewWeights(weights_version, recompute))
+
+    def update_weights(
+        self,
+        source: WeightsSource,
+        *,
+        weights_version: int | None = None,
+        recompute: bool = False,
+        restore_from: WeightsSource | None = None,
+        progress_bar: bool = False,
+    ) -> LoadedWeights:
+        """Load other weights into the model, running or not: checked whole, read once, then copied while the engine stands still.
+
+        `source` is a directory, a hub id with a revision (`org/name@revision`), tensors by name, or a callable that gives one of
+        these. Requests stay; see `pause` for `weights_version` and `recompute`. Should copying fail, the old weights are read again
+        from `restore_from`, or, without it, were kept in host memory meanwhile (as much as the model has weights).
+
+        Raises WeightsError when the source does not fit (nothing was changed), UpdateRunningError beside another update, and
+        WeightsLostError when neither old nor new weights are whole: the engine has then failed.
+        """
+        from .weights import LoadedWeights, Update
+
+        if self._destroyed:
+            raise EngineStoppedError("this manager was destroyed; make a new one")
+        with self._updating.through(f"weights version {weights_version or 'next'}"):
+            update = Update(source, self.model, progress=progress_bar)
+            with self._standing_still() as running:
+                begun = time.perf_counter()
+                try:
+                    update.apply(restore_from)
+                except WeightsLostError as error:
+                    self._inbox.put(Broken(error))
+                    raise
+                version = self._next_version(weights_version)
+                if running:
+                    self._inbox.put(NewWeights(version, recompute))
+                else:
+                    self._set_version(version)
+        pause_s = time.perf_counter() - begun
+        logger.info("weights version %d from %s: stood still for %.3f s", version, update.source, pause_s)
+        return LoadedWeights(
+            version=version,
+            source=update.source,
+            fingerprint=update.fingerprint,
+            num_bytes=update.num_bytes,
+            pause_s=pause_s,
+        )
+
+    @contextmanager
+    def _standing_still(self) -> Generator[bool]:
+        """Nobody computes inside: the engine is paused (True), or does not run and is not started meanwhile (False)."""
+        with self._life:
+            if not self.is_running():
+                yield False
+                return
+        with self.pause(invalidate=False):
+            yield True
+
+    def _next_version(self, wanted: int | None) -> int:
+        if wanted is not None:
+            return wanted
+        return (self._stats.weights_version if self._parts is None else self._parts.core.weights_version) + 1
+
+    def _set_version(self, version: int) -> None:
+        """For an engine whose thread does not live."""
+        self._stats = replace(self._stats, weights_version=version)
+        if self._parts is not None:
+            self._parts.core.set_weights_version(version)
+            self._parts.runner.reload()
 
     def drop_cache(self) -> None:
         """Forget every cached prefix, at the next step."""

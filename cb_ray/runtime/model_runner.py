@@ -23,6 +23,7 @@ class Forward(Protocol):
 
     def install(self) -> None: ...
     def restore(self) -> None: ...
+    def reload(self) -> None: ...
     def close(self) -> None: ...
     def run(self, plan: BatchPlan, sampled: torch.Tensor | None, every_token: bool) -> torch.Tensor: ...
 
@@ -80,6 +81,10 @@ class ModelRunner:
         self._forward.restore()
         if self._mode is not None:
             self._mode.leave()
+
+    def reload(self) -> None:
+        """The model's weights are others now: whatever was made from the old ones is made anew."""
+        self._forward.reload()
 
     def warmup(self, progress: bool = False) -> None:
         """Nothing to prepare: eager torch code has no shapes to compile."""

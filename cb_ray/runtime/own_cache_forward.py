@@ -50,6 +50,9 @@ class OwnCacheForward:
     def restore(self) -> None:
         """Nothing to switch."""
 
+    def reload(self) -> None:
+        """Nothing is kept of the weights. Caches of running requests stay, as pages do."""
+
     def close(self) -> None:
         self._states.clear()
 

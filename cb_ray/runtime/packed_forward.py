@@ -58,6 +58,11 @@ class PackedForward:
         if self._modules is not None:
             self._modules.release()
 
+    def reload(self) -> None:
+        """Weights are read where they are at each call; only copies of them in another layout would be stale."""
+        if self._modules is not None:
+            self._modules.reload()
+
     def close(self) -> None:
         self.restore()
         self._attention.close()

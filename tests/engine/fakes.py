@@ -92,6 +92,9 @@ class FakeRunner:
         self.installed = False
         self.log.append("restore")
 
+    def reload(self) -> None:
+        self.log.append("reload")
+
     def close(self) -> None:
         self.log.append("close")
 

@@ -61,6 +61,9 @@ class NativeModules:
         for module, forward in self._forwards:
             module.forward = forward
 
+    def reload(self) -> None:
+        """The weights are others now. Nothing to do: they are the model's own, in the model's own layout."""
+
     def release(self) -> None:
         """Let the modules compute as before. Idempotent."""
         for module, _ in self._forwards:
