@@ -1,4 +1,4 @@
-"""`cb-ray bench NAME`: measure the engine on this machine.
+"""`cb-ray bench NAME`: measure the engine, or a server.
 
 Owns the list of benchmarks; each is a module with `main(argv) -> int`, imported when it is asked for.
 """
@@ -14,6 +14,8 @@ BENCHMARKS = {
     "offline": "tokens per second of a workload of token ids, in one process",
     "router": "milliseconds to decide where a request goes, by policy and page size",
     "scheduler": "microseconds to plan and commit a step, by running and waiting requests",
+    "serve": "load on any OpenAI-compatible server: throughput, latencies, goodput, refusals",
+    "soak": "mixed load for a long time, and whether the server's memory grows",
     "step": "where a step's time goes: planning, the forward pass, committing",
 }
 

