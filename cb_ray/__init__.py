@@ -16,6 +16,7 @@ _HOMES = {
     "ContinuousBatchingManager": "engine.manager",
     "GenerateRequest": "messages",
     "GenerationOutput": "messages",
+    "Grammar": "grammar",
     "RequestStatus": "messages",
     "SamplingParams": "messages",
     "TokenChunk": "messages",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .config import CompileConfig, ContinuousBatchingConfig, WorkloadHints
     from .engine.generate import attach, continuous_batching_context_manager, generate_batch, init_continuous_batching
     from .engine.manager import ContinuousBatchingManager
+    from .grammar import Grammar
     from .messages import GenerateRequest, GenerationOutput, RequestStatus, SamplingParams, TokenChunk, Usage
 
 

@@ -1,7 +1,7 @@
 """The values that cross threads and processes: what is asked of an engine and what it answers.
 
 Owns `SamplingParams`, `GenerateRequest`, `TokenChunk`, `Usage`, `GenerationOutput`, `RequestStatus`, `EngineStats`. They are
-plain data: picklable, without text, tensors, locks or clocks. May know only the errors beside it.
+plain data: picklable, without text, tensors, locks or clocks. May know only the errors and the grammars beside it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from .errors import InvalidRequestError
+from .grammar import Grammar
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
@@ -42,8 +43,8 @@ def _check(holds: bool, name: str, found: object, wanted: str) -> None:
 class SamplingParams:
     """How the tokens of one request are chosen. Every field has a neutral default; `temperature=0` means greedy.
 
-    Order of application (as transformers' factory has it): logit_bias, repetition, presence and frequency penalties, bad words,
-    min_tokens, allowed ids, then temperature, top_k, top_p, min_p.
+    Order of application (as transformers' factory has it): grammar, logit_bias, repetition, presence and frequency penalties, bad
+    words, min_tokens, allowed ids, then temperature, top_k, top_p, min_p.
     """
 
     do_sample: bool = True
@@ -67,6 +68,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; 0: of the chosen token; n: of the n best as well
     prompt_logprobs: int | None = None
     full_history: bool = False  # processors beyond these fields read all tokens of the request
+    grammar: Grammar | None = None  # what the answer must look like
 
     def __post_init__(self) -> None:
         """Raises InvalidRequestError (a ValueError) naming the parameter."""
@@ -85,6 +87,7 @@ class SamplingParams:
             value = getattr(self, name)
             _check(value is None or 0 <= value <= 20, name, value, "between 0 and 20")
         _check(self.seed is None or type(self.seed) is int, "seed", self.seed, "a whole number")
+        _check(self.grammar is None or isinstance(cast(Any, self.grammar), Grammar), "grammar", self.grammar, "a Grammar")
 
     @property
     def greedy(self) -> bool:
@@ -93,6 +96,11 @@ class SamplingParams:
     @property
     def reads_history(self) -> bool:
         """Whether choosing a token needs the tokens before it, so that it must wait until they are known on the host."""
+        return self.weighs_history or self.grammar is not None
+
+    @property
+    def weighs_history(self) -> bool:
+        """Whether scores are changed by the tokens before, one by one."""
         return bool(
             self.full_history
             or self.repetition_penalty != 1.0

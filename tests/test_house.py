@@ -4,7 +4,7 @@
                       3rd      engine      simulation
                       2nd      runtime     text
                       1st      core        routing
-                      ground   errors, config, sizing, digests, messages, user_cache
+                      ground   errors, config, sizing, digests, grammar, messages, user_cache
 
 Everything is read from the source with `ast`, imports inside functions and under TYPE_CHECKING included: an arrow that is
 drawn late is an arrow.
@@ -28,7 +28,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cb_ray"
 
-GROUND = {"errors", "config", "digests", "messages", "sizing", "user_cache"}
+GROUND = {"errors", "config", "digests", "grammar", "messages", "sizing", "user_cache"}
 ROOF = {"serving", "bench", "cli"}
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
@@ -49,7 +49,7 @@ BACKS_OFF = {"serving/board_client.py"}  # between attempts to reach a dead acto
 LOCKS = {"Lock", "RLock", "Condition", "Event", "Semaphore", "BoundedSemaphore", "Barrier"}
 THIRD_PARTY = {  # what each floor may import from outside the standard library
     **dict.fromkeys(GROUND | PURE, frozenset[str]()),
-    "runtime": {"torch", "transformers", "numpy", "tqdm", "flash_attn"},
+    "runtime": {"torch", "transformers", "numpy", "tqdm", "flash_attn", "llguidance"},
     "text": {"tokenizers", "transformers", "jinja2"},
     "engine": {
         *("torch", "transformers", "tokenizers", "numpy", "psutil", "tqdm", "gguf", "accelerate"),

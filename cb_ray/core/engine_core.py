@@ -156,7 +156,7 @@ class EngineCore:
         if not request.versions or request.versions[-1] != plan.weights_version:
             request.versions.append(plan.weights_version)
         self._totals["generated"] += 1
-        reason = self._reason_to_stop(request, token)
+        reason = "stop" if index in result.complete else self._reason_to_stop(request, token)
         if reason is not None:
             self._remove(request, RequestStatus.FINISHED, reason, now)
             return

@@ -79,3 +79,4 @@ class StepResult:
         default_factory=dict[int, tuple[list[float], list[TopLogprobs]]]
     )  # row -> logprobs of tokens start + 1 … (each given all before it)
     errors: dict[int, Exception] = field(default_factory=dict[int, Exception])  # rows whose request must fail alone
+    complete: frozenset[int] = frozenset()  # rows whose answer ends with this token, by its grammar

@@ -19,6 +19,7 @@ from ..config import ContinuousBatchingConfig, WorkloadHints
 from ..core.engine_core import EngineCore
 from ..core.layout import CacheLayout
 from ..core.request import RequestLimits
+from ..runtime.grammar import GrammarCompiler, GrammarMasks
 from ..runtime.kv_cache import KVCache
 from ..runtime.model_runner import EvalMode, ModelRunner
 from ..runtime.sampling import Processor
@@ -26,6 +27,7 @@ from ..sizing import ModelFacts, resolve
 from .machine import measure
 from .parts import EngineParts
 from .processors import transformers_processors
+from .sampling_config import token_ids
 from .ways import Way, find_way, long_from, max_length
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,8 @@ def build(
         mode.leave()
     if not way.pages:
         logger.warning("%s is served row by row, %s: right, but slower than packed", type(model).__name__, way.name)
-    return _assemble(model, way, config, hints, tuple(processors) or tuple(transformers_processors(model, generation_config)))
+    chosen = tuple(processors) or tuple(transformers_processors(model, generation_config))
+    return _assemble(model, way, config, hints, chosen, _grammars(model, way, generation_config))
 
 
 def _assemble(
@@ -63,6 +66,7 @@ def _assemble(
     config: ContinuousBatchingConfig,
     hints: WorkloadHints | None,
     processors: tuple[Processor, ...],
+    grammars: GrammarCompiler,
 ) -> EngineParts:
     """Everything after the model was tried: measured, sized and allocated anew each time."""
     machine = measure(model.device)
@@ -76,7 +80,7 @@ def _assemble(
     cache = None
     if way.pages:
         cache = KVCache(layout, dtype=model.dtype, device=model.device, num_host_sectors=host_sectors)
-    runner = ModelRunner(way.make(cache), model.device, processors, EvalMode(model))
+    runner = ModelRunner(way.make(cache), model.device, processors, EvalMode(model), GrammarMasks(grammars))
     longest = max_length(model)
     limits = RequestLimits(
         vocab_size=_input_vocabulary(model, way),
@@ -86,8 +90,25 @@ def _assemble(
         long_from=long_from(model),
     )
     core = EngineCore(facts=facts, layout=layout, limits=limits, num_host_sectors=host_sectors)
-    rebuild = partial(_assemble, model, way, config, hints, processors)
-    return EngineParts(core=core, runner=runner, facts=facts, limits=limits, rebuild=rebuild)
+    rebuild = partial(_assemble, model, way, config, hints, processors, grammars)
+    return EngineParts(core=core, runner=runner, facts=facts, limits=limits, rebuild=rebuild, grammars=grammars)
+
+
+def _grammars(model: PreTrainedModel, way: Way, generation_config: Any) -> GrammarCompiler:
+    """What compiles grammars for this model; its tokenizer is loaded from the model's files when the first one comes."""
+
+    def load() -> Any:
+        from transformers import AutoTokenizer
+
+        maker: Any = AutoTokenizer
+
+        name = str(getattr(model, "name_or_path", ""))
+        if not name:
+            raise OSError("the model was not loaded from files")
+        return maker.from_pretrained(name)
+
+    eos = generation_config.eos_token_id if generation_config.eos_token_id is not None else model.config.eos_token_id
+    return GrammarCompiler(load, way.vocab_size, () if eos is None else token_ids(eos, "eos_token_id"))
 
 
 def _input_vocabulary(model: PreTrainedModel, way: Way) -> int:

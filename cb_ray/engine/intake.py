@@ -8,15 +8,18 @@ no thread and no step; locks are the mailboxes'. All or none: what is refused le
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from ..core.request import RequestLimits, derived_seed
 from ..errors import EngineStoppedError, InvalidRequestError
+from ..grammar import Grammar
 from ..messages import GenerateRequest, GenerationOutput, RequestStatus, as_token_ids
 from .mailbox import Cancel, Inbox, Mailbox, Outbox
 from .outputs import OutputRecord
+from .parts import Grammars
 from .sampling_config import SamplingPolicy
 
 
@@ -31,9 +34,17 @@ class Intake:
     """Takes requests in for one manager. `limits` is replaced when the engine is rebuilt."""
 
     def __init__(
-        self, *, policy: SamplingPolicy, limits: RequestLimits, inbox: Inbox, outbox: Outbox, clock: Callable[[], float]
+        self,
+        *,
+        policy: SamplingPolicy,
+        limits: RequestLimits,
+        inbox: Inbox,
+        outbox: Outbox,
+        clock: Callable[[], float],
+        grammars: Grammars | None = None,
     ) -> None:
         self.limits = limits
+        self.grammars = grammars
         self._policy = policy
         self._inbox, self._outbox = inbox, outbox
         self._clock = clock
@@ -55,6 +66,7 @@ class Intake:
     ) -> GenerateRequest:
         """A request without an id yet, checked against the model and the cache. `fields` are those of GenerateRequest.
 
+        A grammar is compiled first, which may take a while: `compile_grammar` beforehand where that must not be waited for.
         Raises InvalidRequestError naming the parameter.
         """
         ids = as_token_ids(input_ids, self.limits.vocab_size)
@@ -66,7 +78,24 @@ class Intake:
             **fields,
         )
         self.limits.check(request)
-        return request
+        return self._with_grammar(request)
+
+    async def compile_grammar(self, grammar: Any) -> None:
+        """Have this grammar ready, if it is one. Raises InvalidRequestError when it cannot be used."""
+        if grammar is not None:
+            await asyncio.wrap_future(self._known_grammars().submit(Grammar.of(grammar)))
+
+    def _with_grammar(self, request: GenerateRequest) -> GenerateRequest:
+        grammar = request.sampling.grammar
+        if grammar is None or grammar.compiled is not None:
+            return request
+        grammar = replace(grammar, compiled=self._known_grammars().compile(grammar))
+        return replace(request, sampling=replace(request.sampling, grammar=grammar))
+
+    def _known_grammars(self) -> Grammars:
+        if self.grammars is None:
+            raise InvalidRequestError("this engine knows no grammars", param="grammar")
+        return self.grammars
 
     def hand_in(
         self,
@@ -81,6 +110,7 @@ class Intake:
         Raises InvalidRequestError (an id that is in use, or no id), QueueFullError or EngineStoppedError.
         """
         children = self._count(num_return_sequences) - 1
+        prompts = [self._with_grammar(prompt) for prompt in prompts]
         families: list[list[str]] = []
         try:
             for prompt, name in zip(prompts, wanted, strict=True):

@@ -67,7 +67,8 @@ class ContinuousBatchingManager:
     """Serves requests on a thread of its own, batching them step by step.
 
     `build` makes the engine's parts (default: `engine.build.build`); `clock` gives seconds, and is what times in outputs refer
-    to. Raises ConfigError, UnsupportedModelError or MemoryError when the engine cannot be made; the model is then left as it was.
+    to; `tokenizer` is for grammars, by default the one beside the model's files.
+    Raises ConfigError, UnsupportedModelError or MemoryError when the engine cannot be made; the model is then left as it was.
     """
 
     is_tp_driver = True
@@ -81,6 +82,7 @@ class ContinuousBatchingManager:
         *,
         build: Build | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        tokenizer: Any = None,
     ) -> None:
         self.model = model
         self.generation_config = copy.deepcopy(generation_config)
@@ -98,6 +100,8 @@ class ContinuousBatchingManager:
         self._pages: PageNames | None = None
         self._parts: EngineParts | None
         parts = self._parts = self._build()
+        if tokenizer is not None and parts.grammars is not None:
+            parts.grammars.use(tokenizer)
         self.facts: EngineFacts = parts.facts
         self._results = Results()
         self._outbox = Outbox(self._results)
@@ -109,7 +113,14 @@ class ContinuousBatchingManager:
             self._drop_parts()
             raise
         self.num_return_sequences = policy.num_return_sequences
-        self._intake = Intake(policy=policy, limits=parts.limits, inbox=self._inbox, outbox=self._outbox, clock=clock)
+        self._intake = Intake(
+            policy=policy,
+            limits=parts.limits,
+            inbox=self._inbox,
+            outbox=self._outbox,
+            clock=clock,
+            grammars=parts.grammars,
+        )
 
     def _policy(self, vocab_size: int) -> SamplingPolicy:
         return SamplingPolicy(
@@ -222,7 +233,7 @@ class ContinuousBatchingManager:
         if self._pages is not None:
             self._pages.clear()
             parts.core.track_names()
-        self._intake.limits, self.facts = parts.limits, parts.facts
+        self._intake.limits, self._intake.grammars, self.facts = parts.limits, parts.grammars, parts.facts
         return parts
 
     def _live(self) -> None:
@@ -549,6 +560,7 @@ class ContinuousBatchingManager:
 
         Raises InvalidRequestError, QueueFullError or EngineStoppedError at the first step.
         """
+        await self._intake.compile_grammar(request.sampling.grammar)
         mailbox = Mailbox(self._outbox.bell(asyncio.get_running_loop()))
         self._intake.hand_in([request], [request.request_id], num_return_sequences=1, mailbox=mailbox)
         async for chunk in self._read(mailbox, {request.request_id}):
@@ -573,6 +585,7 @@ class ContinuousBatchingManager:
 
         A reader who is late gets fewer outputs with more tokens each. Raises EngineStoppedError when the engine takes no more.
         """
+        await self._intake.compile_grammar(sampling.get("grammar"))
         prompt = self._intake.prompt(
             input_ids,
             max_new_tokens=max_new_tokens,

@@ -6,12 +6,14 @@ Owns `EngineParts` and the two shapes `Core` and `Runner`, so that loop and mana
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..config import ContinuousBatchingConfig, EngineFacts, WorkloadHints
 from ..core.plan import BatchPlan, StepResult
 from ..core.request import RequestLimits
+from ..grammar import Grammar
 from ..messages import EngineStats, GenerateRequest, TokenChunk
 
 
@@ -59,6 +61,14 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
+class Grammars(Protocol):
+    """`runtime.grammar.GrammarCompiler`, or a stand-in."""
+
+    def use(self, tokenizer: Any) -> None: ...
+    def compile(self, grammar: Grammar) -> Any: ...
+    def submit(self, grammar: Grammar) -> Future[Any]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """One engine, ready to run. `rebuild` makes the next one like it without trying the model again, where there is a short way."""
@@ -68,6 +78,7 @@ class EngineParts:
     facts: EngineFacts
     limits: RequestLimits
     rebuild: Callable[[], EngineParts] | None = None
+    grammars: Grammars | None = None
 
 
 Build = Callable[[Any, Any, ContinuousBatchingConfig, WorkloadHints], EngineParts]  # (model, generation_config, config, hints)

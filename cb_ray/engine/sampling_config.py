@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 from ..errors import ConfigError, InvalidRequestError, nearest
+from ..grammar import Grammar
 from ..messages import SamplingParams
 from .processors import WARPERS, early_settings, has_long_biases, late_settings
 
@@ -105,7 +106,7 @@ class SamplingPolicy:
             raise InvalidRequestError(
                 f"a request has no parameter {name!r}; {nearest(name, REQUEST_KEYWORDS)}", param=name, code="unknown_parameter"
             )
-        if not self._per_request:
+        if not self._per_request and name != "grammar":
             raise InvalidRequestError(
                 f"{name} cannot be set per request in this engine; make it with per_request_processors=True", param=name
             )
@@ -180,6 +181,8 @@ def _plain(name: str, value: Any) -> Any:
     """A keyword's value in the form SamplingParams keeps: tuples, and plain numbers out of arrays and tensors."""
     if hasattr(value, "tolist"):
         value = value.tolist()
+    if name == "grammar":
+        return Grammar.of(value)
     try:
         if name in _SEQUENCES:
             return token_ids(value, name)

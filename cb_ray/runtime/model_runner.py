@@ -15,6 +15,7 @@ from torch import nn
 
 from ..core.plan import BatchPlan, StepResult
 from ..messages import TopLogprobs
+from .grammar import GrammarMasks
 from .sampling import Processor, prompt_logprobs, sample
 
 
@@ -62,12 +63,18 @@ class ModelRunner:
     depth = 1
 
     def __init__(
-        self, forward: Forward, device: torch.device, processors: Sequence[Processor] = (), mode: EvalMode | None = None
+        self,
+        forward: Forward,
+        device: torch.device,
+        processors: Sequence[Processor] = (),
+        mode: EvalMode | None = None,
+        grammars: GrammarMasks | None = None,
     ) -> None:
         self._forward = forward
         self._mode = mode
         self._device = device
         self._processors = tuple(processors)
+        self._grammars = grammars
         self._sampled: torch.Tensor | None = None  # tokens of the last step, on the device, for the step after it
 
     def install(self) -> None:
@@ -118,9 +125,23 @@ class ModelRunner:
             logits = logits[ends[indices].to(logits.device)]
         if not indices:
             return StepResult([], prompt_logprobs=found)
-        result = sample(logits, [plan.rows[index] for index in indices], indices, self._processors)
+        result = self._sample(logits, plan, indices)
         self._sampled = torch.tensor(result.token_ids, dtype=torch.int32, device=self._device)
         return replace(result, prompt_logprobs=found) if found else result
+
+    def _sample(self, logits: torch.Tensor, plan: BatchPlan, indices: Sequence[int]) -> StepResult:
+        """Choose the tokens of the rows `indices` of the plan: logits [S, V], one row for each."""
+        rows = [plan.rows[index] for index in indices]
+        grammars = self._grammars
+        if grammars is not None:
+            grammars.forget(plan.released)
+        if grammars is None or not any(row.sampling.grammar is not None for row in rows):
+            return sample(logits, rows, indices, self._processors)
+        rows, wrong = grammars.apply(logits, rows)
+        result = sample(logits, rows, indices, self._processors)
+        complete = grammars.advance(rows, result.token_ids)
+        errors = {**result.errors, **{indices[s]: error for s, error in wrong.items()}}
+        return replace(result, errors=errors, complete=frozenset(indices[s] for s in complete))
 
 
 def _of_prompts(plan: BatchPlan, logits: torch.Tensor) -> dict[int, tuple[list[float], list[TopLogprobs]]]:

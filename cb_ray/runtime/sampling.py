@@ -81,7 +81,7 @@ def _is_plain(row: Row) -> bool:
 
 def _is_shaped(row: Row) -> bool:
     sampling = row.sampling
-    return bool(sampling.reads_history or sampling.logit_bias or sampling.allowed_token_ids or row.min_tokens_left)
+    return bool(sampling.weighs_history or sampling.logit_bias or sampling.allowed_token_ids or row.min_tokens_left)
 
 
 def _errors(best: torch.Tensor, index_of: Sequence[int]) -> dict[int, Exception]:
@@ -99,7 +99,7 @@ def shape(scores: torch.Tensor, row: Row, processors: Sequence[Processor] = ()) 
     if sampling.logit_bias:
         ids, values = zip(*sampling.logit_bias, strict=True)
         scores[list(ids)] += torch.tensor(values, dtype=scores.dtype, device=scores.device)
-    if row.history is not None:
+    if row.history is not None and (sampling.weighs_history or processors):
         scores = _with_history(scores, row, processors)
     if row.min_tokens_left:
         scores[[token for token in sampling.stop_ids if token < scores.shape[0]]] = -torch.inf
