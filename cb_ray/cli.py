@@ -25,6 +25,7 @@ class Command:
 COMMANDS = {
     "serve": Command("cb_ray.serving.command", "serve a model over HTTP with an OpenAI-compatible API"),
     "verify": Command("cb_ray.bench.verify", "prove that a model gives the same tokens here as with model.generate"),
+    "drain": Command("cb_ray.serving.drain", "empty the Ray node on this machine before it goes"),
     "bench": Command("cb_ray.bench.command", "measure the engine on this machine"),
 }
 

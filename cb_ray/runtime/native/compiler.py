@@ -80,6 +80,14 @@ def shipped_library() -> Path:
     return HERE / f"native-{platform.machine()}-{source_hash()}.so"
 
 
+def ship(torch: Torch) -> Path:
+    """The library beside its sources, compiled now if it is not there: for images and wheels. Raises BuildError, OSError."""
+    shipped = shipped_library()
+    if not shipped.exists():
+        compile_into(shipped, torch, find_compiler())
+    return shipped
+
+
 def sources() -> list[Path]:
     """All C++ files, in a fixed order."""
     return sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")])
