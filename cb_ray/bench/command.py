@@ -12,6 +12,7 @@ BENCHMARKS = {
     "attention": "native attention against gathering and torch's own, and against the machine's memory",
     "kernels": "native products, MLPs and choosing tokens against torch's own",
     "offline": "tokens per second of a workload of token ids, in one process",
+    "pool": "the pool's promises: failover, overload, prefixes, scaling, on real replicas",
     "router": "milliseconds to decide where a request goes, by policy and page size",
     "scheduler": "microseconds to plan and commit a step, by running and waiting requests",
     "serve": "load on any OpenAI-compatible server: throughput, latencies, goodput, refusals",

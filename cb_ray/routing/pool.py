@@ -120,6 +120,7 @@ class Pool:
         self._ends: list[float] = []  # seconds until each running request should end, as of …
         self._ends_at = -math.inf
         self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self.peak_waiting = 0  # the most that ever waited
         self.reasons: dict[str, int] = {}  # why replicas were chosen → how often
 
     # what callers do
@@ -153,6 +154,7 @@ class Pool:
             sum(1 for waiting in self._line if waiting.ask.priority <= ask.priority) if len(self._line) < 64 else len(self._line)
         )
         self._line.push(Waiting(ask=ask, since=now))
+        self.peak_waiting = max(self.peak_waiting, self._num_waiting())
         self.counters["queued"] += 1
         self._expect_tick(now + self.limits.lease_timeout_s)
         if not self._replicas:
@@ -301,6 +303,7 @@ class Pool:
         """Counts for people and metrics."""
         return {
             "waiting": len(self._line),
+            "peak_waiting": self.peak_waiting,
             "places": len(self._places),
             "limit": self.limits.max_queue_size,
             "policy": self.limits.policy,
@@ -424,6 +427,7 @@ class Pool:
         replica.abandoned &= set(live)
         # a request seen for the first time may still be on its way into a step; one seen twice is waiting for room
         replica.stalled = max(0, beat.num_waiting - fresh)
+        self.peak_waiting = max(self.peak_waiting, self._num_waiting())
         if replica.strays:
             self._expect_tick(now + self.limits.lease_timeout_s)
 
