@@ -8,6 +8,7 @@ when a YAML file overrides a deployment's options: set `args`, never `deployment
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -56,9 +57,14 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def application(
-    args: AppArgs, *, cluster: Cluster | None = None, load: Callable[[EngineSpec], LoadedEngine] | None = None
+    args: AppArgs,
+    *,
+    cluster: Cluster | None = None,
+    load: Callable[[EngineSpec], LoadedEngine] | None = None,
+    version: Callable[..., Any] = lambda deployment, *made_from: deployment,
 ) -> serve.Application:
-    """`build` for settings that were parsed. `load` replaces the engine, for tests."""
+    """`build` for settings that were parsed. `load` replaces the engine, for tests; `version` sees each deployment with what its
+    replicas are made from, and gives it back."""
     engine = settle(args, cluster or Cluster.here())
     spec = EngineSpec(
         model=args.model,
@@ -67,8 +73,16 @@ def application(
         step_timeout_s=args.pool.step_timeout_s,
         load=load,
     )
-    handle = serve.deployment(name="Engine")(Engine).options(**engine_options(args, engine)).bind(spec)
-    return router_deployment().options(**router_options(args)).bind(args, handle)
+    engines: Any = serve.deployment(name="Engine")(Engine).options(**engine_options(args, engine))
+    routers: Any = router_deployment().options(**router_options(args))
+    handle = version(engines, spec).bind(spec)
+    return version(routers, router_args(args)).bind(router_args(args), handle)
+
+
+def router_args(args: AppArgs) -> AppArgs:
+    """What Routers are made from. They never read what is the pool's, so a change of it need not restart them: it stands at its
+    default here, and Serve sees no difference."""
+    return replace(args, max_queue_size=AppArgs().max_queue_size, routing=RoutingArgs(), pool=PoolArgs())
 
 
 def settle(args: AppArgs, cluster: Cluster) -> EngineArgs:
@@ -118,8 +132,11 @@ def engine_options(args: AppArgs, engine: EngineArgs) -> dict[str, Any]:
 
 
 def router_options(args: AppArgs) -> dict[str, Any]:
-    """Serve's options for the Router deployment. A Router outlives the streams that go through it."""
+    """Serve's options for the Router deployment. A Router outlives the streams that go through it, and when a new version rolls
+    out, the new ones serve before the old ones stop taking requests, where Ray can do that (2.60)."""
+    surges = "max_surge_percent" in inspect.signature(serve.deployment).parameters
     return {
+        **({"max_surge_percent": 100} if surges else {}),
         "num_replicas": args.router.num_replicas,
         "max_ongoing_requests": args.router.max_ongoing_requests,
         "max_queued_requests": -1,

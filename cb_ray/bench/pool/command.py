@@ -103,6 +103,8 @@ async def _run(given: argparse.Namespace, names: Sequence[str], outcomes: list[O
 
         def done(outcome: Outcome) -> None:
             outcomes.append(outcome)
+            tqdm.write(_shown(outcome))
+            sys.stdout.flush()
             bar.update()
 
         if "plane" in names:
@@ -138,13 +140,13 @@ def _model(given: argparse.Namespace) -> Path:
     return words_model(given.width, given.layers)
 
 
+def _shown(outcome: Outcome) -> str:
+    verdicts = [f"{'HOLDS' if verdict.holds else 'FAILS'}  {verdict.promise}: {verdict.found}" for verdict in outcome.verdicts]
+    return "\n".join([f"\n{outcome.scenario}\n", table(outcome.rows), "", *verdicts])
+
+
 def _report(outcomes: Sequence[Outcome], file: Path | None, complete: bool) -> int:
-    holds = complete
-    for outcome in outcomes:
-        print(f"\n{outcome.scenario}\n\n{table(outcome.rows)}\n")
-        for verdict in outcome.verdicts:
-            holds = holds and verdict.holds
-            print(f"{'HOLDS' if verdict.holds else 'FAILS'}  {verdict.promise}: {verdict.found}")
+    """Writes the file; 0 if everything was tried and held."""
     if file is not None:
         file.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
-    return 0 if holds else 1
+    return 0 if complete and all(verdict.holds for outcome in outcomes for verdict in outcome.verdicts) else 1

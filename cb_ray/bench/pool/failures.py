@@ -18,7 +18,7 @@ from .client import Plan, Record
 from .judge import Faults, Outcome, Verdict, compare, percentile, waits
 from .load import Load
 from .model import prompt_of, tokens_of
-from .sitting import MODEL, Sitting, ticks
+from .sitting import MODEL, Sitting, merged, ticks
 
 STREAMS = 64
 PROMPT = 32
@@ -112,7 +112,7 @@ async def drain(sitting: Sitting, known: Known) -> Outcome:
 
     async def act() -> dict[str, Any]:
         fewer = sitting.replicas - 1
-        await sitting.deploy({**before, "pool": {**before["pool"], "min_replicas": fewer, "max_replicas": fewer}})
+        await sitting.deploy(merged(before, {"pool": {"min_replicas": fewer, "max_replicas": fewer}}))
         await sitting.deploy(before)
         return {}
 
@@ -125,7 +125,9 @@ async def redeploy(sitting: Sitting, known: Known) -> Outcome:
 
     async def act() -> dict[str, Any]:
         timeout = before["pool"]["step_timeout_s"] + 1
-        await sitting.deploy({**before, "pool": {**before["pool"], "step_timeout_s": timeout}})
+        failovers = before["router"].get("max_failovers", 3) + 1
+        newer = {"pool": {"step_timeout_s": timeout}, "router": {"max_failovers": failovers}}
+        await sitting.deploy(merged(before, newer))
         return {}
 
     return story("redeploy", *await under_load(sitting, known, act), known)

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import tempfile
+import zlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -171,6 +172,14 @@ class Sitting:
     async def kill(self, deployment: str, replica: str) -> None:
         """SIGKILL."""
         os.kill((await self.call(deployment, inside.pid, replica))[replica], signal.SIGKILL)
+
+
+def _version(deployment: Any, *made_from: object) -> Any:
+    """`deployment` under a version that tells what its replicas are made from, so that Serve replaces them only when that changes.
+
+    Serve gives every `serve.run` a version of its own unless told otherwise, which it lets only itself do.
+    """
+    return deployment.options(version=f"{zlib.crc32(repr(made_from).encode()):08x}", _internal=True)
 
 
 def _replicas_of(deployment: str) -> dict[str, Any]:
