@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +36,7 @@ class RequestLimits:
         length = len(request.token_ids)
         if not length:
             raise InvalidRequestError("the prompt is empty; it needs at least one token", param="input_ids")
-        low, high = min(request.token_ids), max(request.token_ids)
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise InvalidRequestError(f"token ids must lie between 0 and {self.vocab_size - 1}, got {bad}", param="input_ids")
+        self.check_token_ids(request.token_ids)
         if length >= self.max_length:
             raise InvalidRequestError(
                 f"the prompt has {length} tokens and the model's context is {self.max_length} tokens, of which at least one is "
@@ -56,6 +54,13 @@ class RequestLimits:
         self._check_ids("stop_token_ids", request.sampling.stop_token_ids)
         self._check_ids("allowed_token_ids", request.sampling.allowed_token_ids)
         self._check_ids("logit_bias", tuple(token for token, _ in request.sampling.logit_bias))
+
+    def check_token_ids(self, token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequestError for an id outside the vocabulary."""
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise InvalidRequestError(f"token ids must lie between 0 and {self.vocab_size - 1}, got {bad}", param="input_ids")
 
     def _check_ids(self, name: str, ids: tuple[int, ...]) -> None:
         for token in ids:

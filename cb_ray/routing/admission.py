@@ -10,11 +10,11 @@ import heapq
 import random
 from collections.abc import Sequence
 
+from .least_squares import solve_nonnegative
 from .loads import Rates
 
 _PRIOR_WEIGHT = 0.001
 _CHEAPEST = 1e-9  # seconds; a price of nothing would make all replicas alike
-_SWEEPS = 30
 
 
 class RateMeter:
@@ -47,18 +47,8 @@ class RateMeter:
                 self._xx[i][j] = keep * (self._xx[i][j] - prior_xx[i][j]) + prior_xx[i][j] + work[i] * work[j]
             self._xt[i] = keep * (self._xt[i] - prior_xt[i]) + prior_xt[i] + work[i]
         batch = self.rates.batch + 0.05 * (max(1.0, decode / steps) - self.rates.batch) if decode else self.rates.batch
-        prefill_s, decode_s, step_s = self._solve()
+        prefill_s, decode_s, step_s = solve_nonnegative(self._xx, self._xt, _CHEAPEST)
         self.rates = Rates(prefill_s=prefill_s, decode_s=decode_s, step_s=step_s, batch=batch)
-
-    def _solve(self) -> list[float]:
-        """The prices that fit best, none of them negative: one coordinate after the other, from where they are now."""
-        rates = self.rates
-        prices = [rates.prefill_s, rates.decode_s, rates.step_s]
-        for _ in range(_SWEEPS):
-            for i in range(3):
-                others = sum(self._xx[i][j] * prices[j] for j in range(3) if j != i)
-                prices[i] = max(_CHEAPEST, (self._xt[i] - others) / self._xx[i][i])
-        return prices
 
 
 class LengthMeter:

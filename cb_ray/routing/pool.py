@@ -23,7 +23,7 @@ from .admission import LengthMeter, RateMeter, ReturnPacer
 from .line import Waiting, WaitingLine
 from .loads import Ask, Rates, ReplicaLoad, RoutingDecision
 from .members import Beat, BeatReply, Lease, Member, Replica
-from .policies import make_policy
+from .policies import Policy, make_policy
 from .prefix_index import PrefixIndex
 
 
@@ -103,11 +103,11 @@ _ENDS_AGE_S = 0.05  # under a storm of refusals, when places free up is worked o
 class Pool:
     """See the module. Every public method is one transition; `deadline` is when `tick` is due at the latest."""
 
-    def __init__(self, limits: PoolLimits | None = None, seed: int = 0) -> None:
+    def __init__(self, limits: PoolLimits | None = None, seed: int = 0, policy: Policy | None = None) -> None:
         self.limits = limits or PoolLimits()
         self.deadline = math.inf
         self._index = PrefixIndex(self.limits.index_max_bytes)
-        self._policy = make_policy(self.limits.policy, self.limits.page_size)
+        self._policy = policy or make_policy(self.limits.policy, self.limits.page_size)
         self._replicas: dict[str, Replica] = {}
         self._lost: set[str] = set()
         self._lease_at: dict[str, str] = {}  # ticket → replica

@@ -1,0 +1,54 @@
+"""Simulated time: a heap of what is due, and nothing else. Owns `Agenda` and the unit of time.
+
+Time is a whole number of femtoseconds, so that k equal steps end at the very instant at which one leap over them ends. What is due
+at one instant runs in an order that does not depend on how it came to be due: by turn, then by actor, then first come, first served.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from enum import IntEnum
+
+TICKS_PER_S = 10**15
+
+
+def ticks(seconds: float) -> int:
+    return round(seconds * TICKS_PER_S)
+
+
+def seconds(at: int) -> float:
+    return at / TICKS_PER_S
+
+
+class Turn(IntEnum):
+    """Who goes first at one instant. Steps end before anything else happens: whoever looks sees them done."""
+
+    STEP = 0
+    ENGINE = 1  # something reaches an engine
+    BOARD = 2  # something reaches the Board
+    CONTROL = 3  # Serve's controller
+    CLIENT = 4
+
+
+class Agenda:
+    """What is still to happen. `run` ends when nothing is left, or after `until`."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.num_events = 0
+        self._heap: list[tuple[int, int, int, int, Callable[[int], None]]] = []
+        self._serial = 0
+
+    def at(self, when: int, turn: Turn, actor: int, call: Callable[[int], None]) -> None:
+        """Call `call(when)` then; the past counts as now. `actor` numbers who is concerned."""
+        self._serial += 1
+        heapq.heappush(self._heap, (when if when > self.now else self.now, turn, actor, self._serial, call))
+
+    def run(self, until: int | None = None) -> None:
+        heap, pop = self._heap, heapq.heappop
+        while heap and (until is None or heap[0][0] <= until):
+            when, _, _, _, call = pop(heap)
+            self.now = when
+            self.num_events += 1
+            call(when)

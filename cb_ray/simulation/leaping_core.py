@@ -1,0 +1,131 @@
+"""The production core, with one addition: many equal decode steps are one leap. Owns `LeapingCore`.
+
+A step is steady when it gives one more token to exactly those who run, and admits, sends back and ends nobody. What k steady steps
+do is known without planning them: tokens and counters grow by k; where a request fills a page, it takes the next block and
+publishes the full one, in the order in which stepping would have done it. `tests/simulation/test_leaps.py` holds leaping and
+stepping equal: every counter, every block id, every page name.
+
+    step      1     2     3     4     5          A (page of 4)   ….|xxxx|      names and grows at 3 / 4
+    leap      └──────────── 4 ──────┘ B ends ⇒   B ………………………    nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..core.engine_core import EngineCore
+from ..core.plan import BatchPlan
+from ..core.request import Request
+from ..messages import GenerateRequest, RequestStatus
+
+_FAR = 1 << 30
+
+
+class LeapingCore(EngineCore):
+    """`EngineCore` for a runner of depth 1. `plan` and `commit` are the production core's own."""
+
+    _leaps = True  # until a request comes whose every token must be looked at
+    _tried: tuple[object, ...] | None = None  # under which circumstances the head of the line was last found not to fit
+
+    def add(self, source: GenerateRequest, now: float) -> None:
+        sampling = source.sampling
+        plain = sampling.logprobs is None and sampling.prompt_logprobs is None and not sampling.stop_sequences
+        self._leaps &= plain and not source.stream and not source.record_timestamps and source.fork_of is None
+        super().add(source, now)
+
+    def plan(self, now: float) -> BatchPlan:
+        preempted = self._totals["preemptions"]
+        plan = super().plan(now)
+        calm = plan.is_decode and len(plan.rows) == len(self._scheduler.running) and preempted == self._totals["preemptions"]
+        self._tried = self._circumstances() if calm else None
+        return plan
+
+    def steady_steps(self) -> int:
+        """How many of the next steps are steady, whatever is sampled that ends nobody. To be asked between commit and plan."""
+        running = self._scheduler.running
+        room = self.facts.max_batch_tokens - len(running)
+        if not (self._leaps and running) or room < 0 or self._in_flight or self._deadlines:
+            return 0
+        if self._blocks.slides or self.limits.long_from:
+            return 0
+        waits = len(self._scheduler.waiting) > 0 and room > 0 and len(running) < self.facts.max_requests_per_batch
+        if waits and self._tried != self._circumstances():
+            return 0
+        most, page = _FAR, self._layout.page_size
+        for request in running.values():
+            known = len(request.tokens)
+            if known - request.num_computed != 1:
+                return 0
+            left = request.num_prompt + request.max_new - known - 1
+            if waits:  # it is tried again when a page is filled or taken, for then it may fit
+                left = min(left, self._calm_steps(request, known, page))
+            if left < most:
+                most = left
+        return self._within_memory(most, page)
+
+    def repeat(self, steps: int, tokens: Mapping[str, int]) -> None:
+        """Make `steps` steady steps, at most `steady_steps()`. `tokens[id]` is what a request samples, over and over."""
+        running = list(self._scheduler.running.values())
+        page, version = self._layout.page_size, self.weights_version
+        pages: list[tuple[int, int, int, Request]] = []  # step, row, tokens known in it, request: where a page begins or is full
+        for index, request in enumerate(running):
+            known = len(request.tokens)
+            token = tokens[request.id]
+            assert token not in request.stop_ids, f"a leap may end nobody, and {token} ends {request.id}"
+            for full in range(-(-known // page) * page - (page if known % page == 1 else 0), known + steps, page):
+                pages += [(at - known, index, at, request) for at in (full, full + 1) if known <= at < known + steps]
+            request.tokens.extend([token] * steps)
+            request.slot, request.status = index, RequestStatus.DECODING
+            if not request.versions or request.versions[-1] != version:
+                request.versions.append(version)
+        for _, _, known, request in sorted(pages, key=lambda each: each[:3]):
+            grown = self._blocks.grow(request, known)
+            assert grown, "a leap went further than the memory"
+            request.num_computed = known
+            if known // page > request.named_pages:
+                self._blocks.name_full(request)
+        for request in running:
+            request.num_computed = len(request.tokens) - 1
+        self._step += steps
+        self._totals["generated"] += steps * len(running)
+
+    def steps_to_page(self) -> int:
+        """Steady steps until some request publishes a page or takes a block, not counting that one."""
+        page = self._layout.page_size
+        return min([self._calm_steps(request, len(request.tokens), page) for request in self._scheduler.running.values()])
+
+    def contexts(self) -> tuple[int, int]:
+        """(requests that run, tokens that they have together): what a steady step reads."""
+        running = self._scheduler.running
+        return len(running), sum([len(request.tokens) for request in running.values()])
+
+    def running_ids(self) -> list[str]:
+        return list(self._scheduler.running)
+
+    def _circumstances(self) -> tuple[object, ...] | None:
+        head = self._scheduler.waiting.peek()
+        if head is None or head.fork_of is not None:
+            return None
+        return head.id, len(self._scheduler.running), self.weights_version, self._blocks.counts()
+
+    def _calm_steps(self, request: Request, known: int, page: int) -> int:
+        """Steps until `request` publishes a page or takes a block, not counting that one."""
+        to_full = -known % page
+        to_grow = len(request.block_tables[0]) * page + 1 - known
+        return min(to_full, max(0, to_grow))
+
+    def _within_memory(self, most: int, page: int) -> int:
+        """The most steps up to `most` for which there are blocks."""
+        total, held, _ = self._blocks.counts()
+        requests = [(len(r.tokens) - 1, len(r.block_tables[0])) for r in self._scheduler.running.values()]
+
+        def need(steps: int) -> int:
+            return sum([max(0, -(-(known + steps) // page) - have) for known, have in requests])
+
+        if most <= 0 or need(most) <= total - held:
+            return max(0, most)
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if need(middle) <= total - held else (low, middle - 1)
+        return low

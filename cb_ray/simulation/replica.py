@@ -1,0 +1,351 @@
+"""One engine replica in simulated time: the production core and reporter, and a runner that only takes time.
+
+Owns `Replica`. It does what `engine/loop.py` does between two waits, in the same order: drain the inbox, plan, run, commit, post;
+publish a snapshot of itself at most every 50 ms. What the Board hears is as old as in production: the tokens of live requests as
+they are when a beat is made, everything else as it was at the last snapshot.
+
+    receive ─▶ inbox ─▶ plan ──(the step takes its time)──▶ commit ─▶ listener: first tokens, ends
+                          └─ or a leap: as many steady steps as nothing disturbs; whoever looks or comes cuts it short
+
+Knows an agenda and a script of what is said; no pool, no client.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from ..core.plan import BatchPlan
+from ..messages import GenerateRequest, RequestStatus, TokenChunk
+from ..routing.members import Beat, BeatReply
+from ..routing.reporter import PageNews, Reporter
+from .agenda import Agenda, Turn, seconds, ticks
+from .costs import StepClock, StepWork
+from .engine_shape import EngineShape
+from .leaping_core import LeapingCore
+from .ledger import GAP
+from .workload import Script
+
+SNAPSHOT_S = 0.05  # as engine/loop.py's STATS_INTERVAL
+_FEW = 2  # a leap over fewer steps is not worth it
+
+
+class Listener(Protocol):
+    """Who is told what happens in a replica. Times are ticks."""
+
+    def first_token(self, now: int, request_id: str) -> None: ...
+    def ended(self, now: int, replica: Replica, chunk: TokenChunk) -> None: ...
+    def beat_due(self, now: int, replica: Replica) -> None: ...
+    def paused(self, now: int, replica: Replica) -> None: ...
+
+
+class Leap:
+    """Steady steps under way: they begin at `start`; the first takes `first` ticks and each next one `more` longer."""
+
+    __slots__ = ("done", "first", "more", "start", "steps")
+
+    def __init__(self, start: int, steps: int, first: int, more: int) -> None:
+        self.start, self.steps, self.first, self.more = start, steps, first, more
+        self.done = 0  # steps that the core has made
+
+    def end_of(self, step: int) -> int:
+        """When step 1, 2, … is over."""
+        return self.start + step * self.first + self.more * (step * (step - 1) // 2)
+
+    def first_from(self, due: int) -> int:
+        """The first step that is not done and begins at `due` or later; it may lie beyond the leap."""
+        low, high = self.done + 1, self.steps + 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.end_of(middle - 1) >= due else (middle + 1, high)
+        return low
+
+    def steps_by(self, now: int) -> int:
+        """Steps that are over at `now`."""
+        return bisect_right(range(1, self.steps + 1), now, key=self.end_of)
+
+
+class Replica:
+    """See the module."""
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        shape: EngineShape,
+        *,
+        script: Script,
+        agenda: Agenda,
+        listener: Listener,
+        gaps: Counter[int],
+    ) -> None:
+        """`gaps` counts, for all replicas together, how often so many GAPs lay between two tokens of a request."""
+        self.name, self.number, self.born_at = name, number, agenda.now
+        self.draining = False
+        self.dead = False
+        self._shape, self._script, self._agenda, self._listener = shape, script, agenda, listener
+        self._clock = StepClock(shape.costs)
+        self.core: LeapingCore = shape.make_core(number)
+        self.stats = self.core.stats()
+        self.reporter = Reporter(name, self.stats, page_size=shape.page_size)
+        self._inbox: list[tuple[int, GenerateRequest]] = []
+        self._busy = False  # a step or a leap is under way
+        self._leap: Leap | None = None
+        self._turn = 0  # numbers what was put on the agenda, so that what a cut leap left there is known to be stale
+        self._wants_pause = self._paused = False
+        self._stats_due = 0
+        self._snapshot_every = ticks(SNAPSHOT_S)
+        self._pages: dict[bytes, bool] = {}  # changed since the last beat → findable
+        self._pages_version = 0
+        self._beat_at = -1  # when the next beat is on the agenda; -1: it is not
+        self._gaps = gaps
+        self.busy_ticks = 0
+
+    # ---- from outside ---------------------------------------------------------------------------------------------------------
+
+    def receive(self, now: int, request: GenerateRequest) -> None:
+        """A request arrives."""
+        self.settle(now)
+        self._inbox.append((now, request))
+        self.reporter.begin(seconds(now), request.request_id)
+        self._expect_beat()
+        self._disturb(now)
+
+    def cancel(self, now: int, request_id: str) -> None:
+        """The client has left, or nobody holds the request any more."""
+        self.settle(now)
+        self._inbox = [each for each in self._inbox if each[1].request_id != request_id]
+        self.core.cancel(request_id, seconds(now))
+        self.reporter.end(seconds(now), request_id, finished=False)
+        self._expect_beat()
+        self._post(now)
+        self._disturb(now)
+
+    def pause(self, now: int) -> None:
+        """Stand still after the step under way, and tell the listener."""
+        self.settle(now)
+        self._wants_pause = True
+        self._disturb(now)
+
+    def resume(self, now: int, weights_version: int) -> None:
+        """Go on, with these weights."""
+        self._wants_pause = self._paused = False
+        self.core.set_weights_version(weights_version)
+        self._go(now)
+
+    def die(self, now: int) -> None:
+        """Everything in it is lost, and nothing more comes out of it."""
+        self.settle(now)
+        self.dead = True
+        self._turn += 1
+
+    def beat(self, now: int) -> Beat:
+        """What it tells the Board now."""
+        self.settle(now)
+        self._beat_at = -1
+        waiting = len(self._inbox) + self.core.num_waiting
+        changed, self._pages = self._pages, {}
+        news = PageNews(
+            full=self.reporter.want_full,
+            added=[page for page, held in changed.items() if held],
+            evicted=[] if self.reporter.want_full else [page for page, held in changed.items() if not held],
+        )
+        stats = self.stats if self.stats.num_waiting == waiting else replace(self.stats, num_waiting=waiting)
+        return self.reporter.compose(seconds(now), stats, news)
+
+    def told(self, now: int, beat: Beat, reply: BeatReply) -> None:
+        """What the Board answered."""
+        self.settle(now)
+        self.reporter.told(seconds(now), beat, reply)
+        if self._leap is not None and not self._expect_beat():
+            self._cut(now)  # the next token is news, and starts the timer
+        for request_id in reply.abandoned:
+            self.cancel(now, request_id)
+
+    @property
+    def num_live(self) -> int:
+        return self.reporter.num_live
+
+    def live_ids(self) -> list[str]:
+        return [request.request_id for _, request in self._inbox] + self.core.live_ids()
+
+    def settle(self, now: int) -> None:
+        """Make every counter what it is at `now`."""
+        leap = self._leap
+        if leap is not None:
+            self._advance(leap, leap.steps_by(now))
+
+    # ---- steps ----------------------------------------------------------------------------------------------------------------
+
+    def _disturb(self, now: int) -> None:
+        """Something is to be taken in after the step under way; at once, if there is none."""
+        if self._leap is not None:
+            self._cut(now)
+        elif not self._busy:
+            self._go(now)
+
+    def _go(self, now: int) -> None:
+        """Between two steps."""
+        if self._wants_pause:
+            self._busy = False
+            if not self._paused:
+                self._paused = True
+                self._publish(now)
+                self._listener.paused(now, self)
+            return
+        for created, request in self._inbox:
+            self.core.add(request, seconds(created))
+        self._inbox.clear()
+        self._post(now)
+        self._busy = self.core.has_work
+        if not self._busy:
+            self._publish(now)
+        elif not self._leap_from(now):
+            self._step(now)
+
+    def _step(self, now: int) -> None:
+        plan = self.core.plan(seconds(now))
+        due = now + self._clock.of(StepWork.of(plan.rows))
+        self._schedule(due, lambda at: self._commit(at, now, plan))
+
+    def _commit(self, now: int, started: int, plan: BatchPlan) -> None:
+        self.busy_ticks += now - started
+        script, moved, took = self._script, self.reporter.moved, (now - started) // GAP
+        self.core.commit(plan, script.read(plan), seconds(now))
+        for row in plan.rows:
+            if not row.samples:
+                continue
+            moved(row.request_id, 1)
+            answer = script.answer(row.request_id)
+            if row.token_index == 0:
+                self._listener.first_token(now, row.request_id)
+            else:
+                self._gaps[took if answer.last_at == started else (now - answer.last_at) // GAP] += 1
+            answer.last_at = now
+        self._expect_beat()
+        self._post(now)
+        if started >= self._stats_due:
+            self._publish(started)
+        self._go(now)
+
+    def _leap_from(self, now: int) -> bool:
+        """Begin a leap, if the next steps are steady, and if there will be no news to tell at the end of the first."""
+        if not self._shape.leaps or self._beat_at < 0:
+            return False
+        steps = self.core.steady_steps()
+        if steps >= _FEW:
+            steps = min(steps, self._script.steps_before_an_end(self.core.running_ids()))
+        if steps < _FEW:
+            return False
+        rows, context = self.core.contexts()
+        leap = self._leap = Leap(now, steps, *self._clock.decode(rows, context))
+        self._schedule(leap.end_of(steps), self._land)
+        return True
+
+    def _land(self, now: int) -> None:
+        leap = self._leap
+        assert leap is not None
+        self._advance(leap, leap.steps)
+        self._leap = None
+        self._go(now)
+
+    def _cut(self, now: int) -> None:
+        """End the leap with the step that is under way. It has been settled."""
+        leap = self._leap
+        assert leap is not None
+        if leap.done + 1 < leap.steps:
+            leap.steps = leap.done + 1
+            self._schedule(leap.end_of(leap.steps), self._land)
+
+    def _advance(self, leap: Leap, upto: int) -> None:
+        """Let the core make the leap's steps up to `upto`, and take its snapshots where the loop would have taken them."""
+        last = 0
+        while (step := leap.first_from(self._stats_due)) <= upto:
+            self._stats_due = leap.end_of(step - 1) + self._snapshot_every
+            if last and last - leap.done > self.core.steps_to_page():  # what a page was called in between, the Board may hear of
+                self._make(leap, last)
+                self._take_pages()
+            last = step
+        if last:
+            self._make(leap, last)
+            self._take_pages()
+            self.stats = self.core.stats()
+        self._make(leap, upto)
+
+    def _make(self, leap: Leap, upto: int) -> None:
+        """The steps of the leap up to `upto`."""
+        count, begin, end = upto - leap.done, leap.end_of(leap.done), leap.end_of(upto)
+        if not count:
+            return
+        ids, gaps = self.core.running_ids(), self._gaps
+        self.core.repeat(count, self._script.read_ahead(ids, count))
+        first, final = leap.first + leap.more * leap.done, leap.first + leap.more * (upto - 1)
+        if first // GAP == final // GAP:
+            gaps[first // GAP] += count * len(ids)
+        else:
+            for step in range(leap.done, upto):
+                gaps[(leap.first + leap.more * step) // GAP] += len(ids)
+        moved, answer_of = self.reporter.moved, self._script.answer
+        for request_id in ids:
+            answer = answer_of(request_id)
+            if answer.last_at != begin:  # it was left out of a step before
+                gaps[first // GAP] -= 1
+                gaps[(first + begin - answer.last_at) // GAP] += 1
+            answer.last_at = end
+            moved(request_id, count)
+        self.busy_ticks += end - begin
+        leap.done = upto
+
+    # ---- what is told -----------------------------------------------------------------------------------------------------------
+
+    def _post(self, now: int) -> None:
+        for chunk in self.core.take_chunks():
+            if chunk.is_terminal:
+                self.reporter.end(seconds(now), chunk.request_id, chunk.status == RequestStatus.FINISHED)
+                self._expect_beat()
+                self._listener.ended(now, self, chunk)
+
+    def _publish(self, at: int) -> None:
+        self._stats_due = at + self._snapshot_every
+        self.stats = self.core.stats()
+        self._take_pages()
+
+    def _take_pages(self) -> None:
+        version = self.core.weights_version
+        if version != self._pages_version:
+            self._pages_version = version
+            self._pages.clear()
+        added, forgotten = self.core.take_names()
+        for held, names in ((False, forgotten), (True, added)):
+            for of_version, page in names:
+                if of_version == version:
+                    self._pages[page] = held
+
+    def _expect_beat(self) -> bool:
+        """Put the next beat on the agenda; False when none is due."""
+        due = self.reporter.due_at
+        if due == math.inf:
+            return False
+        at = max(self._agenda.now, ticks(due)) if due > 0 else self._agenda.now
+        if self._beat_at < 0 or at < self._beat_at:
+            self._beat_at = at
+            self._agenda.at(at, Turn.ENGINE, self.number, self._ring)
+        return True
+
+    def _ring(self, now: int) -> None:
+        if now == self._beat_at and not self.dead:
+            self._listener.beat_due(now, self)
+
+    def _schedule(self, at: int, call: Callable[[int], None]) -> None:
+        self._turn += 1
+        turn = self._turn
+
+        def due(now: int) -> None:
+            if self._turn == turn:
+                call(now)
+
+        self._agenda.at(at, Turn.STEP, self.number, due)

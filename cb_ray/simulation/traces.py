@@ -1,0 +1,73 @@
+"""Workloads from files: Mooncake's JSONL and Azure's CSV of LLM traces. Owns `mooncake` and `azure`.
+
+Neither says what the tokens are. Mooncake names the blocks of 512 tokens of each prompt, equal names for equal prefixes; Azure says
+lengths only, so there every prompt is taken to be unlike all others.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+
+from ..errors import ConfigError
+from .workload import Arrival, Told, Workload
+
+MOONCAKE_BLOCK = 512
+
+
+def mooncake(path: str | Path, *, page_size: int = MOONCAKE_BLOCK, speed: float = 1.0, limit: int | None = None) -> Workload:
+    """One JSON object a line: timestamp (ms), input_length, output_length, hash_ids (one per block of 512 tokens, last one partial).
+
+    `speed` 2 makes everything come twice as fast; `limit` takes the first so many. Raises ConfigError for a page size that does not
+    divide 512, or a line that is not of this form.
+    """
+    if MOONCAKE_BLOCK % page_size:
+        raise ConfigError(f"page_size must divide Mooncake's blocks of {MOONCAKE_BLOCK} tokens, got {page_size}", "page_size")
+    parts = MOONCAKE_BLOCK // page_size
+
+    def make() -> Iterable[Told]:
+        with Path(path).open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines):
+                if number == limit:
+                    return
+                try:
+                    found = json.loads(line)
+                    at, length, answer = found["timestamp"], int(found["input_length"]), int(found["output_length"])
+                    blocks = found["hash_ids"]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ConfigError(f"line {number + 1} of {path} is not of Mooncake's form: {error!r}", "trace") from error
+                full = length // page_size
+                pages = [(block * parts + part).to_bytes(16) for block in blocks for part in range(parts)][:full]
+                yield Told(Arrival(at / 1000 / speed, max(1, length), tuple(pages)), answer)
+
+    return Workload(Path(path).stem, page_size, make, {"trace": Path(path).name, "speed": speed})
+
+
+def azure(path: str | Path, *, page_size: int = 64, speed: float = 1.0, limit: int | None = None) -> Workload:
+    """Columns TIMESTAMP, ContextTokens, GeneratedTokens. Raises ConfigError for a file that is not of this form."""
+
+    def make() -> Iterable[Told]:
+        with Path(path).open(encoding="utf-8", newline="") as lines:
+            begin: datetime | None = None
+            for number, row in enumerate(csv.DictReader(lines)):
+                if number == limit:
+                    return
+                try:
+                    at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+                    length, answer = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ConfigError(f"row {number + 1} of {path} is not of Azure's form: {error!r}", "trace") from error
+                begin = begin or at
+                pages = own_pages(number, length // page_size)
+                yield Told(Arrival((at - begin).total_seconds() / speed, max(1, length), pages), answer)
+
+    return Workload(Path(path).stem, page_size, make, {"trace": Path(path).name, "speed": speed})
+
+
+def own_pages(number: int, count: int) -> tuple[bytes, ...]:
+    """Names of pages that nobody else has."""
+    head = b"own" + number.to_bytes(9)
+    return tuple([head + page.to_bytes(4) for page in range(count)])

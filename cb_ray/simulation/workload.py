@@ -1,0 +1,110 @@
+"""Who asks for what, when, and how long the answers will be. Owns `Arrival`, `Workload` and `Script`.
+
+The oracle boundary: an `Arrival` is what a client shows, and all that admission, routing, scheduling and scaling may see. How long
+its answer becomes is in the `Script`, which only the runner reads, token by token, as a model would say it.
+
+    Workload ──▶ Arrival ──▶ client, Board, engine
+        └──────▶ Script  ──▶ runner ──token──▶ engine
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..core.plan import BatchPlan, StepResult
+
+END_TOKEN = 1  # what the runner samples last; every other token is a filler of its request's own
+FIRST_FILLER = 2
+
+
+class Arrival(NamedTuple):
+    """One request as its client sends it. `pages`: names of the prompt's full pages, equal where prefixes are equal."""
+
+    at_s: float
+    num_tokens: int
+    pages: tuple[bytes, ...] = ()
+    max_new_tokens: int | None = None
+    priority: int = 0
+    session: str = ""
+
+
+class Told(NamedTuple):
+    """An arrival and, for the script alone, how many tokens its answer has."""
+
+    arrival: Arrival
+    num_answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Arrivals in the order of their times. `make` gives them anew from the beginning each time, from nothing but its seed."""
+
+    name: str
+    page_size: int
+    make: Callable[[], Iterable[Told]] = field(repr=False)
+    description: Mapping[str, object] = field(default_factory=dict[str, object])
+
+    def __iter__(self) -> Iterator[Told]:
+        return iter(self.make())
+
+
+class Answer:
+    """What one request still has to say."""
+
+    __slots__ = ("filler", "last_at", "left", "said")
+
+    def __init__(self, number: int, num_tokens: int) -> None:
+        self.filler = FIRST_FILLER + number % (1 << 30)
+        self.left = max(1, num_tokens)
+        self.said = 0
+        self.last_at = 0  # ticks; when it last said something
+
+
+class Script:
+    """Every answer that is under way, by request. Read by the runner, and by nobody who decides."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, Answer] = {}
+
+    def write(self, request_id: str, number: int, num_tokens: int) -> None:
+        self._answers[request_id] = Answer(number, num_tokens)
+
+    def answer(self, request_id: str) -> Answer:
+        return self._answers[request_id]
+
+    def prompt(self, request_id: str, num_tokens: int, said: int) -> array[int]:
+        """The tokens that an engine is given: a prompt of which only the pages' names matter, and what was said already."""
+        return array("i", bytes(4 * num_tokens)) + array("i", [self._answers[request_id].filler]) * said
+
+    def close(self, request_id: str) -> Answer:
+        return self._answers.pop(request_id)
+
+    def read(self, plan: BatchPlan) -> StepResult:
+        """What the model says in this step."""
+        answers, tokens = self._answers, list[int]()
+        for row in plan.rows:
+            if row.samples:
+                answer = answers[row.request_id]
+                answer.left -= 1
+                answer.said += 1
+                tokens.append(answer.filler if answer.left else END_TOKEN)
+        return StepResult(tokens)
+
+    def steps_before_an_end(self, request_ids: Iterable[str]) -> int:
+        """Tokens that each of these will say before any says its last."""
+        answers = self._answers
+        return min([answers[request_id].left for request_id in request_ids]) - 1
+
+    def read_ahead(self, request_ids: Iterable[str], steps: int) -> dict[str, int]:
+        """What each of these says in each of the next `steps` steps, which nobody's last token is in."""
+        tokens: dict[str, int] = {}
+        for request_id in request_ids:
+            answer = self._answers[request_id]
+            answer.left -= steps
+            answer.said += steps
+            assert answer.left > 0, f"{request_id} would have ended within a leap"
+            tokens[request_id] = answer.filler
+        return tokens
