@@ -14,6 +14,7 @@ from .least_squares import solve_nonnegative
 from .loads import Rates
 
 _PRIOR_WEIGHT = 0.001
+_SHORTEST_S = 1e-6  # what a step cannot be done in
 _CHEAPEST = 1e-9  # seconds; a price of nothing would make all replicas alike
 
 
@@ -38,7 +39,7 @@ class RateMeter:
 
     def observe(self, prefill: int, decode: int, steps: int, busy_s: float) -> None:
         """An engine was busy for `busy_s` seconds, made so many steps and computed so many tokens. Ignores what cannot be."""
-        if busy_s <= 0 or min(prefill, decode, steps) < 0 or not steps or prefill + decode == 0:
+        if busy_s < _SHORTEST_S or min(prefill, decode, steps) < 0 or not steps or prefill + decode == 0:
             return
         work = (prefill / busy_s, decode / busy_s, steps / busy_s)  # per second, so that errors count in proportion
         keep, (prior_xx, prior_xt) = self._forget, self._prior

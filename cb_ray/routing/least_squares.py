@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
 _DEPENDENT = 1e-12  # what is left of a scaled diagonal when others explain it all
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +47,7 @@ class Ask:
     readmit: bool = False  # was admitted before (its replica refused or died): goes to the head, is not counted again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaLoad:
+class ReplicaLoad(NamedTuple):  # a tuple, since each decision makes one for each replica
     """A snapshot of one replica, as it looks to one request: what it owes, how full it is, how much of the prompt it has."""
 
     replica: str

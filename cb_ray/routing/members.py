@@ -10,6 +10,7 @@ one). May know nothing but the values beside it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -111,13 +112,15 @@ class Replica:
             return 0
         return max(0, self.member.slots - self.taken)
 
-    def has_room(self, now: float, tokens: int) -> bool:
-        """Whether a request that needs `tokens` of prefill may be granted. An empty replica takes whatever its engine can."""
-        if not self.free_slots(now):
-            return False
-        if self.free_tokens is None or not self.taken:
-            return True
-        return self.free_tokens - self.unconfirmed_tokens >= tokens
+    def room(self, now: float) -> float:
+        """Tokens of prefill that a request granted now may need; below 0: it may not be granted. An empty replica takes whatever
+        its engine can."""
+        taken = len(self.leases) + len(self.strays)
+        if self.stalled or not self.accepting or now < self.blocked_until or taken >= self.member.slots:
+            return -1.0
+        if self.free_tokens is None or not taken:
+            return math.inf
+        return max(0, self.free_tokens - self.unconfirmed_tokens)
 
     def owed(self, expected_tokens: float) -> tuple[int, float]:
         """Tokens of prompts and of answers still to compute. Of strays nothing is known, so each counts as a whole answer."""

@@ -98,14 +98,15 @@ class PrefixAware:
     def rank(self, ask: Ask, loads: Sequence[ReplicaLoad], rates: Rates) -> RoutingDecision:
         grain = max(self._page * rates.prefill_s, 1e-9)
         home = ask.session.encode() or (ask.digests[0] if ask.digests else ask.request_id.encode())
+        prefill_s, tokens = rates.prefill_s, ask.num_tokens
         prices = {
-            load.replica: load.owed_s + (ask.num_tokens - load.cached_tokens) * rates.prefill_s * (1 + load.regret)
-            for load in loads
+            replica: owed_s + (tokens - cached) * prefill_s * (1 + regret) for replica, owed_s, _, cached, regret, _ in loads
         }
-        graded = sorted((round(price / grain), replica) for replica, price in prices.items())
-        ties = sum(1 for grade, _ in graded if grade == graded[0][0])  # only they need hashing; nobody else is first
-        first = sorted((replica for _, replica in graded[:ties]), key=lambda replica: rendezvous(home, replica))
-        order = (*first, *(replica for _, replica in graded[ties:]))
+        least = round(min(prices.values()) / grain)
+        ties = [replica for replica, price in prices.items() if round(price / grain) == least]
+        first = sorted(ties, key=lambda replica: rendezvous(home, replica))  # only they need hashing; nobody else is first
+        rest = prices.keys() - ties
+        order = (*first, *[replica for replica in sorted(prices, key=prices.__getitem__) if replica in rest])
         cached = next(load.cached_tokens for load in loads if load.replica == order[0])
         warmest = max(load.cached_tokens for load in loads)
         reason = "cached prefix" if cached else "cheaper than the warm replica" if warmest else "nobody has this prefix"

@@ -296,7 +296,7 @@ class Pool:
 
     def explain(self, now: float, ask: Ask) -> RoutingDecision | None:
         """Where this request would go if every replica had room; nothing is reserved. None without replicas."""
-        loads = self._loads(now, ask, list(self._replicas.values()))
+        loads = self._loads(now, ask, with_room=False)
         return self._policy.rank(ask, loads, self.rates) if loads else None
 
     def snapshot(self, now: float) -> dict[str, object]:
@@ -348,29 +348,21 @@ class Pool:
         return self._seconds_per_request or self.rates.seconds(256, self._lengths.mean)
 
     def _choose(self, now: float, ask: Ask) -> RoutingDecision | None:
-        with_slots = [replica for replica in self._replicas.values() if replica.free_slots(now)]
-        if not with_slots:
-            return None
-        loads = self._loads(now, ask, with_slots)
-        fitting = [load for load in loads if self._replicas[load.replica].has_room(now, ask.num_tokens - load.cached_tokens)]
-        return self._policy.rank(ask, fitting, self.rates) if fitting else None
+        loads = self._loads(now, ask, with_room=True)
+        return self._policy.rank(ask, loads, self.rates) if loads else None
 
-    def _loads(self, now: float, ask: Ask, replicas: Sequence[Replica]) -> list[ReplicaLoad]:
+    def _loads(self, now: float, ask: Ask, *, with_room: bool) -> list[ReplicaLoad]:
+        """How each replica looks to this request; `with_room`: only those to which it may be granted now."""
         depths = self._index.depths(ask.digests) if ask.digests else {}
-        rates, mean, page, most = self.rates, self._lengths.mean, self.limits.page_size, ask.num_tokens - 1
+        mean, page, tokens, regret = self._lengths.mean, self.limits.page_size, ask.num_tokens, self._index.regret
+        prefill_s, decode_s = self.rates.prefill_s, self.rates.decode_s
         loads: list[ReplicaLoad] = []
-        for replica in replicas:
-            name = replica.member.replica
-            loads.append(
-                ReplicaLoad(
-                    replica=name,
-                    owed_s=rates.added(*replica.owed(mean)),
-                    num_leases=replica.taken,
-                    cached_tokens=min(depths.get(name, 0) * page, most),  # the last token's logits are always computed
-                    regret=self._index.regret(name),
-                    age_s=now - replica.heard_at,
-                )
-            )
+        for name, replica in self._replicas.items():
+            cached = min(depths[name] * page, tokens - 1) if name in depths else 0  # the last token's logits are always computed
+            if with_room and replica.room(now) < tokens - cached:
+                continue
+            owed_s = replica.owed_prefill * prefill_s + (replica.owed_decode + len(replica.strays) * mean) * decode_s
+            loads.append(ReplicaLoad(name, owed_s, replica.taken, cached, regret(name), now - replica.heard_at))
         return loads
 
     def _grant(self, now: float, waiting: Waiting, decision: RoutingDecision) -> Granted:

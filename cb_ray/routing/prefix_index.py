@@ -77,7 +77,8 @@ class PrefixIndex:
 
     def regret(self, replica: str) -> float:
         """Of the pages that `replica` gives up, the share that is asked for again, as far as is known: between 0 and 1."""
-        return min(1.0, self._missed.get(replica, 0.0) / (self._evicted.get(replica, 0.0) + _FEW))
+        missed = self._missed.get(replica)
+        return min(1.0, missed / (self._evicted.get(replica, 0.0) + _FEW)) if missed else 0.0
 
     def _give_up(self, replica: str, digest: bytes) -> None:
         """What would be found if all caches together were twice as large is remembered, and nothing older."""
@@ -117,6 +118,8 @@ class PrefixIndex:
             depth += 1
         if alive and depth:
             out[depth] = alive
+        if not out:
+            return {}
         return {replica: pages for replica, bit in self._bit_of.items() for pages, who in out.items() if who >> bit & 1}
 
     def _new_bit(self, replica: str) -> int:

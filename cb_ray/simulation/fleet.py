@@ -311,7 +311,7 @@ class Fleet:
     def _bury(self, replica: Replica) -> None:
         self._replica_ticks += self.agenda.now - replica.born_at
         self._busy_ticks += replica.busy_ticks
-        self._steps += replica.core.stats().num_steps
+        self._steps += replica.steps
         replica.dead = True
 
     def _fail(self, failure: Failure, now: int) -> None:

@@ -54,7 +54,7 @@ class LeapingCore(EngineCore):
         most, page = _FAR, self._layout.page_size
         for request in running.values():
             known = len(request.tokens)
-            if known - request.num_computed != 1:
+            if known - request.num_computed != 1 or known == request.num_prompt:
                 return 0
             left = request.num_prompt + request.max_new - known - 1
             if waits:  # it is tried again when a page is filled or taken, for then it may fit

@@ -103,7 +103,7 @@ class Replica:
         self._pages_version = 0
         self._beat_at = -1  # when the next beat is on the agenda; -1: it is not
         self._gaps = gaps
-        self.busy_ticks = 0
+        self.busy_ticks = self.steps = 0  # of steps that are over
 
     # ---- from outside ---------------------------------------------------------------------------------------------------------
 
@@ -214,6 +214,7 @@ class Replica:
 
     def _commit(self, now: int, started: int, plan: BatchPlan) -> None:
         self.busy_ticks += now - started
+        self.steps += 1
         script, moved, took = self._script, self.reporter.moved, (now - started) // GAP
         self.core.commit(plan, script.read(plan), seconds(now))
         for row in plan.rows:
@@ -251,6 +252,7 @@ class Replica:
         assert leap is not None
         self._advance(leap, leap.steps)
         self._leap = None
+        self._expect_beat()
         self._go(now)
 
     def _cut(self, now: int) -> None:
@@ -298,6 +300,7 @@ class Replica:
             answer.last_at = end
             moved(request_id, count)
         self.busy_ticks += end - begin
+        self.steps += count
         leap.done = upto
 
     # ---- what is told -----------------------------------------------------------------------------------------------------------
