@@ -249,6 +249,8 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    computed_tokens: int = 0  # of prompts and answers, again where a request was sent back
+    busy_s: float = 0.0  # within steps
     weights_version: int = 0
 
     @property

@@ -43,6 +43,8 @@ class EngineCore:
         self._arrivals = 0
         self._step = 0
         self._totals = {"preemptions": 0, "finished": 0, "failed": 0, "cancelled": 0, "prompt": 0, "cached": 0, "generated": 0}
+        self._totals["computed"] = 0
+        self._busy_s, self._busy_since = 0.0, 0.0  # seconds with a step in flight, not counting those since …
 
     # ---- requests in --------------------------------------------------------------------------------------------------
 
@@ -109,6 +111,9 @@ class EngineCore:
         self._totals["cached"] += draft.cached_tokens
         if draft.rows or draft.parks:
             self._step += 1
+            self._totals["computed"] += draft.num_tokens
+            if not self._in_flight:
+                self._busy_since = now
             self._in_flight.append((self._step, draft.requests))
         elif not self._in_flight and self._scheduler.live:
             raise AssertionError(f"nothing can run though {len(self._scheduler.live)} requests are here (law L5)")
@@ -127,6 +132,8 @@ class EngineCore:
         """Take in what the oldest step in flight sampled. Raises AssertionError when `plan` is not that step."""
         step, requests = self._in_flight.popleft()
         assert step == plan.step, f"step {plan.step} was committed and step {step} was due"
+        self._busy_s += now - self._busy_since
+        self._busy_since = now
         slot = 0
         for index, row in enumerate(plan.rows):
             request = requests[index]
@@ -273,6 +280,8 @@ class EngineCore:
             prompt_tokens=totals["prompt"],
             cached_tokens=totals["cached"],
             generated_tokens=totals["generated"],
+            computed_tokens=totals["computed"],
+            busy_s=self._busy_s,
             weights_version=self._scheduler.weights_version,
         )
 

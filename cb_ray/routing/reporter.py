@@ -45,17 +45,13 @@ class Reporter:
         self._number, self._told_at = 0, -math.inf
         self._under_way, self._dirty, self._waited_for = False, False, False
         self._before = stats
-        self._busy_s = 0.0  # seconds with requests here since the last beat, not counting those since …
-        self._busy_since: float | None = None
 
     @property
     def num_live(self) -> int:
         return len(self._live)
 
-    def begin(self, now: float, request_id: str) -> None:
+    def begin(self, request_id: str) -> None:
         self._live[request_id] = 0
-        if self._busy_since is None:
-            self._busy_since = now
         self.touch()
 
     def moved(self, request_id: str, tokens: int) -> None:
@@ -64,7 +60,7 @@ class Reporter:
             self._live[request_id] += tokens
             self.touch()
 
-    def end(self, now: float, request_id: str, finished: bool) -> None:
+    def end(self, request_id: str, finished: bool) -> None:
         """The request has left the engine; `finished`: by itself, so that its length tells something of others."""
         emitted = self._live.pop(request_id, None)
         if emitted is None:
@@ -73,9 +69,6 @@ class Reporter:
         if finished:
             self._finished += 1
             self._finished_tokens += emitted
-        if not self._live:
-            self._count_busy(now)
-            self._busy_since = None
         self.touch(soon=True)
 
     def touch(self, soon: bool = False) -> None:
@@ -85,13 +78,11 @@ class Reporter:
             at = self._told_at + (self._busy_interval_s if soon or self._waited_for else self._interval_s)
             self.due_at = min(self.due_at, at)
 
-    def compose(self, now: float, stats: EngineStats, news: PageNews | None = None) -> Beat:
+    def compose(self, stats: EngineStats, news: PageNews | None = None) -> Beat:
         """The beat that is due. It is under way until `told`."""
         before, news = self._before, news or PageNews()
-        self._count_busy(now)
         self._number += 1
-        cached = max(0, stats.cached_tokens - before.cached_tokens)
-        prefill = stats.prompt_tokens - before.prompt_tokens - cached
+        decode = max(0, stats.generated_tokens - before.generated_tokens)
         beat = Beat(
             replica=self._replica,
             number=self._number,
@@ -102,18 +93,17 @@ class Reporter:
             num_waiting=min(stats.num_waiting, len(self._live)),
             free_tokens=(stats.blocks_total - stats.blocks_held) * self._page_size if stats.blocks_total else None,
             cache_used=stats.cache_used,
-            cached_tokens=cached,
-            prefill_tokens=max(0, prefill),
-            decode_tokens=max(0, stats.generated_tokens - before.generated_tokens),
+            cached_tokens=max(0, stats.cached_tokens - before.cached_tokens),
+            prefill_tokens=max(0, stats.computed_tokens - before.computed_tokens - decode),
+            decode_tokens=decode,
             num_steps=max(0, stats.num_steps - before.num_steps),
-            busy_s=self._busy_s,
+            busy_s=max(0.0, stats.busy_s - before.busy_s),
             weights_version=stats.weights_version,
             full=news.full,
             added=tuple(news.added),
             evicted=tuple(news.evicted),
         )
-        self._before, self._busy_s = stats, 0.0
-        self._ended, self._finished, self._finished_tokens = [], 0, 0
+        self._before, self._ended, self._finished, self._finished_tokens = stats, [], 0, 0
         self._under_way, self._dirty, self.due_at = True, False, math.inf
         return beat
 
@@ -128,8 +118,3 @@ class Reporter:
         self._told_at, self._waited_for = now, reply is not None and reply.num_waiting > 0
         if self._dirty:
             self.touch(soon=bool(self._ended))
-
-    def _count_busy(self, now: float) -> None:
-        if self._busy_since is not None:
-            self._busy_s += now - self._busy_since
-            self._busy_since = now

@@ -53,7 +53,7 @@ class Pulse:
         return self._reporter.reply
 
     def begin(self, request_id: str) -> None:
-        self._reporter.begin(self._loop.time(), request_id)
+        self._reporter.begin(request_id)
         self._arm()
 
     def moved(self, request_id: str, tokens: int) -> None:
@@ -63,7 +63,7 @@ class Pulse:
 
     def end(self, request_id: str, finished: bool) -> None:
         """The request has left the engine; `finished`: by itself, so that its length tells something of others."""
-        self._reporter.end(self._loop.time(), request_id, finished)
+        self._reporter.end(request_id, finished)
         self._arm()
 
     def touch(self, soon: bool = False) -> None:
@@ -101,7 +101,7 @@ class Pulse:
     async def _tell(self) -> None:
         reporter = self._reporter
         news = self._pages(reporter.want_full) if self._pages else None
-        beat = reporter.compose(self._loop.time(), self._read(), news)
+        beat = reporter.compose(self._read(), news)
         try:
             reply = await self._send(beat)
         except Exception:

@@ -88,6 +88,7 @@ class LeapingCore(EngineCore):
             request.num_computed = len(request.tokens) - 1
         self._step += steps
         self._totals["generated"] += steps * len(running)
+        self._totals["computed"] += steps * len(running)
 
     def steps_to_page(self) -> int:
         """Steady steps until some request publishes a page or takes a block, not counting that one."""

@@ -111,7 +111,7 @@ class Replica:
         """A request arrives."""
         self.settle(now)
         self._inbox.append((now, request))
-        self.reporter.begin(seconds(now), request.request_id)
+        self.reporter.begin(request.request_id)
         self._expect_beat()
         self._disturb(now)
 
@@ -120,7 +120,7 @@ class Replica:
         self.settle(now)
         self._inbox = [each for each in self._inbox if each[1].request_id != request_id]
         self.core.cancel(request_id, seconds(now))
-        self.reporter.end(seconds(now), request_id, finished=False)
+        self.reporter.end(request_id, finished=False)
         self._expect_beat()
         self._post(now)
         self._disturb(now)
@@ -155,7 +155,7 @@ class Replica:
             evicted=[] if self.reporter.want_full else [page for page, held in changed.items() if not held],
         )
         stats = self.stats if self.stats.num_waiting == waiting else replace(self.stats, num_waiting=waiting)
-        return self.reporter.compose(seconds(now), stats, news)
+        return self.reporter.compose(stats, news)
 
     def told(self, now: int, beat: Beat, reply: BeatReply) -> None:
         """What the Board answered."""
@@ -275,7 +275,7 @@ class Replica:
         if last:
             self._make(leap, last)
             self._take_pages()
-            self.stats = self.core.stats()
+            self._take_stats()
         self._make(leap, upto)
 
     def _make(self, leap: Leap, upto: int) -> None:
@@ -308,14 +308,17 @@ class Replica:
     def _post(self, now: int) -> None:
         for chunk in self.core.take_chunks():
             if chunk.is_terminal:
-                self.reporter.end(seconds(now), chunk.request_id, chunk.status == RequestStatus.FINISHED)
+                self.reporter.end(chunk.request_id, chunk.status == RequestStatus.FINISHED)
                 self._expect_beat()
                 self._listener.ended(now, self, chunk)
 
     def _publish(self, at: int) -> None:
         self._stats_due = at + self._snapshot_every
-        self.stats = self.core.stats()
+        self._take_stats()
         self._take_pages()
+
+    def _take_stats(self) -> None:
+        self.stats = replace(self.core.stats(), busy_s=seconds(self.busy_ticks))  # the core adds in floats, which leaps must not
 
     def _take_pages(self) -> None:
         version = self.core.weights_version

@@ -1,217 +1,68 @@
-"""The pool with four simulated engines: chunked prefill, batched decode, a page cache of its own each. What policies are worth.
+"""The pool with four simulated replicas: what policies are worth. The replicas are `cb_ray/simulation`'s: production cores.
 
-An engine's step takes STEP_S + PREFILL_S per prompt token + DECODE_S per answer token. The pool is told none of this; it hears
-beats. 40 documents of 2048 tokens do not fit into one engine's cache and do fit into four.
+A step takes STEP_S + PREFILL_S per prompt token + DECODE_S per answer token. The pool is told none of this; it hears beats.
+40 documents of 2048 tokens do not fit into one cache and do fit into four.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import random
-from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import pytest
 
-from cb_ray.routing.loads import Ask
-from cb_ray.routing.members import Beat, Member
-from cb_ray.routing.pool import Granted, Pool, PoolLimits
+from cb_ray.routing.pool import Pool
+from cb_ray.simulation.costs import StepCosts
+from cb_ray.simulation.engine_shape import EngineShape
+from cb_ray.simulation.fleet import Fleet
+from cb_ray.simulation.settings import PoolPlan
+from cb_ray.simulation.synthetic import Description
 
-PAGE, CHUNK, SLOTS, ENGINES = 64, 512, 32, 4
-DOCUMENTS, DOCUMENT_PAGES, OWN_PAGES = 40, 32, 2
-PROMPT = (DOCUMENT_PAGES + OWN_PAGES) * PAGE + 7
-ROOMY, TIGHT = 14, 11  # documents that one engine's cache holds; ten are its share
-PREFILL_S, DECODE_S, STEP_S = 3e-4, 1.5e-4, 0.015
-BEAT_S, WARM_UP_S, END_S = 0.25, 40.0, 160.0
-BEST = DOCUMENT_PAGES * PAGE / PROMPT  # share of a prompt that an oracle would find cached
-
-
-@dataclass
-class Job:
-    at: float
-    name: str
-    digests: tuple[bytes, ...]
-    length: int
-    cached: int = 0
-    left: int = 0
-    emitted: int = 0
-
-
-@dataclass
-class Engine:
-    """Counts; computes nothing."""
-
-    name: str
-    cache_pages: int
-    cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    jobs: list[Job] = field(default_factory=list)
-    busy: bool = False
-    news: dict[str, Any] = field(default_factory=dict)
-    number: int = 0
-
-    def __post_init__(self) -> None:
-        self.fresh()
-
-    def fresh(self) -> None:
-        self.news = {
-            "cached": 0,
-            "prefill": 0,
-            "decode": 0,
-            "steps": 0,
-            "busy": 0.0,
-            "added": [],
-            "evicted": [],
-            "ended": [],
-            "tokens": 0,
-        }
-
-    def admit(self, job: Job) -> None:
-        known = next((n for n, digest in enumerate(job.digests) if digest not in self.cache), len(job.digests))
-        for digest in job.digests[:known]:
-            self.cache.move_to_end(digest)
-        job.cached = known * PAGE
-        self.news["cached"] += job.cached
-        job.left = PROMPT - job.cached
-        self.jobs.append(job)
-
-    def step(self) -> tuple[float, list[Job]]:
-        """(seconds it takes, jobs that get a token)."""
-        room, speaking = CHUNK, list[Job]()
-        for job in self.jobs:
-            length = min(room, job.left)
-            job.left -= length
-            room -= length
-            if job.left == 0:
-                speaking.append(job)
-        seconds = STEP_S + PREFILL_S * (CHUNK - room) + DECODE_S * len(speaking)
-        self.news["prefill"] += CHUNK - room
-        self.news["decode"] += len(speaking)
-        self.news["steps"] += 1
-        self.news["busy"] += seconds
-        return seconds, speaking
-
-    def keep(self, digests: tuple[bytes, ...]) -> None:
-        for digest in digests:
-            if digest not in self.cache:
-                self.news["added"].append(digest)
-            self.cache[digest] = None
-            self.cache.move_to_end(digest)
-        while len(self.cache) > self.cache_pages:
-            self.news["evicted"].append(self.cache.popitem(last=False)[0])
-
-    def beat(self) -> Beat:
-        self.number += 1
-        news = self.news
-        self.fresh()
-        return Beat(
-            replica=self.name,
-            number=self.number,
-            live=tuple((job.name, job.emitted) for job in self.jobs),
-            ended=tuple(news["ended"]),
-            num_finished=len(news["ended"]),
-            finished_tokens=news["tokens"],
-            cached_tokens=news["cached"],
-            prefill_tokens=news["prefill"],
-            decode_tokens=news["decode"],
-            num_steps=news["steps"],
-            busy_s=news["busy"],
-            full=self.number == 1,
-            added=tuple(news["added"]),
-            evicted=tuple(news["evicted"]),
-        )
+PAGE, DOCUMENTS, DOCUMENT, OWN = 64, 40, 2048, 135
+ROOMY, TIGHT = 16, 13  # documents that one engine's cache holds; ten are its share
+PREFILL_S, DECODE_S, STEP_S = 3e-4, 4e-4, 0.015
+COSTS = StepCosts(step_s=STEP_S, query_s=PREFILL_S, sample_s=DECODE_S - PREFILL_S)
+WARM_UP_S, END_S = 40.0, 160.0
+BEST = DOCUMENT / (DOCUMENT + OWN)  # share of a prompt that an oracle would find cached
 
 
 @dataclass(frozen=True)
 class Outcome:
     hit_rate: float
     ttft_p50: float
-    busiest: float  # mean number of requests on the busiest engine, over that of all
+    busiest: float  # requests that the busiest replica served, over the mean of all
     pool: Pool
-
-
-class Fleet:
-    """The agenda of one run: requests that arrive, steps that end, beats that are due."""
-
-    def __init__(self, policy: str, seed: int, room: int) -> None:
-        self.dice, self.pool = random.Random(seed), Pool(PoolLimits(policy=policy, page_size=PAGE), seed)
-        self.engines = {f"r{n}": Engine(f"r{n}", room * (DOCUMENT_PAGES + OWN_PAGES)) for n in range(ENGINES)}
-        self.pool.members(0.0, [Member(replica=name, slots=SLOTS) for name in self.engines])
-        self.documents = [tuple(self.dice.randbytes(16) for _ in range(DOCUMENT_PAGES)) for _ in range(DOCUMENTS)]
-        self.agenda: list[tuple[float, int, str, Any]] = []
-        self.jobs: dict[str, Job] = {}
-        self.waits, self.hits, self.loads = list[float](), list[int](), list[list[int]]()
-        self.serial = itertools.count()
-
-    def at(self, when: float, kind: str, what: Any = None) -> None:
-        heapq.heappush(self.agenda, (when, next(self.serial), kind, what))
-
-    def run(self, rate: float, hot: float) -> None:
-        when = 0.0
-        while when < END_S:
-            when += self.dice.expovariate(rate)
-            self.at(when, "arrives", 0 if self.dice.random() < hot else self.dice.randrange(DOCUMENTS))
-        for name in self.engines:
-            self.at(self.dice.random() * BEAT_S, "beats", self.engines[name])
-        while self.agenda:
-            now, _, kind, what = heapq.heappop(self.agenda)
-            getattr(self, kind)(now, what)
-
-    def arrives(self, now: float, document: int) -> None:
-        own = tuple(self.dice.randbytes(16) for _ in range(OWN_PAGES))
-        name, length = f"q{len(self.jobs)}", 1 + int(self.dice.expovariate(1 / 200))
-        job = self.jobs[name] = Job(now, name, self.documents[document] + own, length)
-        ask = Ask(ticket=name, request_id=name, num_tokens=PROMPT, max_new_tokens=512, digests=job.digests)
-        answer = self.pool.acquire(now, ask)
-        self.start(now, [answer] if isinstance(answer, Granted) else [])
-
-    def start(self, now: float, granted: Iterable[Granted]) -> None:
-        for grant in granted:
-            engine = self.engines[grant.replica]
-            engine.admit(self.jobs[grant.ticket])
-            if not engine.busy:
-                self.go_on(now, engine)
-
-    def go_on(self, now: float, engine: Engine) -> None:
-        engine.busy = bool(engine.jobs)
-        if engine.busy:
-            seconds, speaking = engine.step()
-            self.at(now + seconds, "steps", (engine, speaking))
-
-    def steps(self, now: float, step: tuple[Engine, list[Job]]) -> None:
-        engine, speaking = step
-        for job in speaking:
-            job.emitted += 1
-            if job.emitted == 1:
-                engine.keep(job.digests)
-                if now > WARM_UP_S:
-                    self.waits.append(now - job.at)
-                    self.hits.append(job.cached)
-            if job.emitted == job.length:
-                engine.jobs.remove(job)
-                engine.news["ended"].append(job.name)
-                engine.news["tokens"] += job.length
-                self.start(now, self.pool.release(now, job.name).granted)
-        self.go_on(now, engine)
-
-    def beats(self, now: float, engine: Engine) -> None:
-        if now < END_S:
-            self.start(now, self.pool.beat(now, engine.beat())[1].granted)
-            self.loads.append([len(each.jobs) for each in self.engines.values()])
-            self.at(now + BEAT_S, "beats", engine)
 
 
 @cache
 def run(policy: str, rate: float, hot: float = 0.0, seed: int = 1, room: int = ROOMY) -> Outcome:
     """`rate` requests per second; a share `hot` of them is about document 0. `room`: documents in one cache."""
-    fleet = Fleet(policy, seed, room)
-    fleet.run(rate, hot)
-    busiest = sum(max(load) for load in fleet.loads) / max(1e-9, sum(sum(load) / ENGINES for load in fleet.loads))
-    hit_rate = sum(fleet.hits) / (len(fleet.hits) * PROMPT)
-    return Outcome(hit_rate, sorted(fleet.waits)[len(fleet.waits) // 2], busiest, fleet.pool)
+    cache_tokens = room * (DOCUMENT + 2 * PAGE)
+    shape = EngineShape(
+        costs=COSTS, page_size=PAGE, cache_tokens=cache_tokens, max_batch_tokens=512, max_requests=32, slots=32, safety_margin=0.0
+    )
+    work = Description(
+        requests=int(rate * END_S),
+        rate=rate,
+        documents=DOCUMENTS,
+        document_tokens=DOCUMENT,
+        hot=hot,
+        prompt_tokens=OWN,
+        answer_tokens=150,
+        max_new_tokens=512,
+        seed=seed,
+    )
+    fleet = Fleet(PoolPlan(shape=shape, replicas=4, policy=policy, seed=seed), work.workload(PAGE))
+    outcome = fleet.run()
+    lines = [line for line in outcome.ledger.lines() if line.at_s > WARM_UP_S]
+    served = Counter(line.replica for line in lines)
+    return Outcome(
+        sum(line.num_cached for line in lines) / sum(line.num_prompt for line in lines),
+        sorted(line.ttft_s for line in lines)[len(lines) // 2],
+        max(served.values()) / (len(lines) / 4),
+        fleet.pool,
+    )
 
 
 @pytest.mark.parametrize("rate", [2.0, 5.0])
@@ -224,7 +75,7 @@ def test_prefix_aware_finds_nearly_all_that_could_be_found(rate):
 
 
 def test_caches_that_are_nearly_full_are_shared_out():
-    """40 documents in room for 44: who gives up what is wanted gets dearer, so that documents settle where there is room."""
+    """40 documents in room for 52, which what is asked and answered takes its part of: who gives up what is wanted gets dearer, so that documents settle where there is room."""
     aware, blind = run("prefix_aware", 5.0, room=TIGHT), run("round_robin", 5.0, room=TIGHT)
     assert aware.hit_rate >= 0.9 * BEST
     assert aware.hit_rate >= 3.5 * blind.hit_rate
@@ -250,3 +101,11 @@ def test_predictions_are_what_engines_found():
     """The index follows caches that evict: predicted and actual hits differ by a few percent at most."""
     counters = run("prefix_aware", 5.0).pool.counters
     assert counters["predicted_tokens"] == pytest.approx(counters["cached_tokens"], rel=0.05)
+
+
+if __name__ == "__main__":  # the table in docs/pool.md
+    for rate in (2.0, 5.0, 8.0):
+        found = {policy: run(policy, rate) for policy in ("prefix_aware", "least_work", "power_of_two", "round_robin")}
+        print(rate, {policy: f"{one.hit_rate:.0%}, {one.ttft_p50:.2f} s" for policy, one in found.items()}, f"{BEST:.0%}")
+    print("tight", {policy: f"{run(policy, 5.0, room=TIGHT).hit_rate:.0%}" for policy in ("prefix_aware", "round_robin")})
+    print("hot", {rate: round(run("prefix_aware", rate, hot=0.8).busiest, 2) for rate in (5.0, 8.0)})

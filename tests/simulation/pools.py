@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cb_ray.simulation.costs import StepCosts
 from cb_ray.simulation.engine_shape import EngineShape
@@ -48,7 +49,7 @@ def everything(fleet: Fleet) -> dict[str, object]:
         "counts": (outcome.steps, outcome.preemptions, outcome.counters, outcome.reasons),
         "times": (outcome.duration_s, outcome.replica_s, outcome.busy_s),
         "pool": fleet.pool.snapshot(outcome.duration_s),
-        "stats": {name: replica.core.stats() for name, replica in fleet.replicas.items()},
+        "stats": {name: replace(replica.core.stats(), busy_s=0.0) for name, replica in fleet.replicas.items()},
         "blocks": {name: blocks(replica.core) for name, replica in fleet.replicas.items()},
     }
 
