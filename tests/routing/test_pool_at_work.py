@@ -75,10 +75,11 @@ def test_prefix_aware_finds_nearly_all_that_could_be_found(rate):
 
 
 def test_caches_that_are_nearly_full_are_shared_out():
-    """40 documents in room for 52, which what is asked and answered takes its part of: who gives up what is wanted gets dearer, so that documents settle where there is room."""
+    """40 documents in room for 52, of which answers take a part: who gives up what is wanted gets dearer, so that documents
+    settle where there is room."""
     aware, blind = run("prefix_aware", 5.0, room=TIGHT), run("round_robin", 5.0, room=TIGHT)
     assert aware.hit_rate >= 0.9 * BEST
-    assert aware.hit_rate >= 3.5 * blind.hit_rate
+    assert aware.hit_rate >= 3 * blind.hit_rate
 
 
 def test_a_hot_prefix_does_not_collapse_onto_its_warm_replica():
