@@ -62,7 +62,8 @@ class Description:
         at = 0.0
         for number in range(self.requests):
             at += dice.expovariate(self.rate)
-            own, answer = self._length(dice, self.prompt_tokens), self._length(dice, self.answer_tokens)
+            own = self._length(self.prompt_tokens, dice.gauss(0, 1))
+            answer = self._length(self.answer_tokens, dice.gauss(0, 1))
             shared: tuple[bytes, ...] = ()
             if documents:
                 hot = self.hot and dice.random() < self.hot
@@ -71,7 +72,6 @@ class Description:
             pages = shared + own_pages(number, tokens // page_size - len(shared))
             yield Told(Arrival(at, tokens, pages, self.max_new_tokens), min(answer, self.max_new_tokens or answer))
 
-    def _length(self, dice: random.Random, mean: float) -> int:
-        if not self.spread:
-            return max(1, round(mean))
-        return max(1, round(dice.lognormvariate(math.log(mean) - self.spread**2 / 2, self.spread)))
+    def _length(self, mean: float, gauss: float) -> int:
+        """Tokens, of that mean, at `gauss` standard deviations."""
+        return max(1, round(math.exp(math.log(mean) - self.spread**2 / 2 + gauss * self.spread)))

@@ -6,10 +6,10 @@ lengths only, so there every prompt is taken to be unlike all others.
 
 from __future__ import annotations
 
+import calendar
 import csv
 import json
 from collections.abc import Iterable
-from datetime import datetime
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -51,18 +51,18 @@ def azure(path: str | Path, *, page_size: int = 64, speed: float = 1.0, limit: i
 
     def make() -> Iterable[Told]:
         with Path(path).open(encoding="utf-8", newline="") as lines:
-            begin: datetime | None = None
+            begin: float | None = None
             for number, row in enumerate(csv.DictReader(lines)):
                 if number == limit:
                     return
                 try:
-                    at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+                    at = _moment(row["TIMESTAMP"])
                     length, answer = int(row["ContextTokens"]), int(row["GeneratedTokens"])
                 except (ValueError, KeyError, TypeError) as error:
                     raise ConfigError(f"row {number + 1} of {path} is not of Azure's form: {error!r}", "trace") from error
-                begin = begin or at
+                begin = at if begin is None else begin
                 pages = own_pages(number, length // page_size)
-                yield Told(Arrival((at - begin).total_seconds() / speed, max(1, length), pages), answer)
+                yield Told(Arrival((at - begin) / speed, max(1, length), pages), answer)
 
     return Workload(Path(path).stem, page_size, make, {"trace": Path(path).name, "speed": speed})
 
@@ -71,3 +71,11 @@ def own_pages(number: int, count: int) -> tuple[bytes, ...]:
     """Names of pages that nobody else has."""
     head = b"own" + number.to_bytes(9)
     return tuple([head + page.to_bytes(4) for page in range(count)])
+
+
+def _moment(text: str) -> float:
+    """Seconds of `2023-11-16 18:15:46.6805900`, from some origin."""
+    date, _, clock = text.strip().partition(" ")
+    year, month, day = map(int, date.split("-"))
+    hours, minutes, rest = clock.split(":")
+    return calendar.timegm((year, month, day, int(hours), int(minutes), 0)) + float(rest)
