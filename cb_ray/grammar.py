@@ -18,7 +18,7 @@ from typing import Any, Literal, cast, get_args
 
 from .errors import InvalidRequestError, nearest
 
-GrammarKind = Literal["json_schema", "regex", "lark"]
+GrammarKind = Literal["json_schema", "regex", "lark", "llguidance"]  # the last: several, as JSON that names them
 
 # Between two tokens of JSON: nothing, a space, or a line break with its indentation. JSON allows any amount, in which a small model
 # can lose itself until its budget is gone. A schema says otherwise with {"x-guidance": {"whitespace_pattern": …}}.

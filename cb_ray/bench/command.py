@@ -10,6 +10,7 @@ import importlib
 
 BENCHMARKS = {
     "attention": "native attention against gathering and torch's own, and against the machine's memory",
+    "grammar": "what a JSON schema costs in tokens per second, and what requests without one see beside it",
     "kernels": "native products, MLPs and choosing tokens against torch's own",
     "offline": "tokens per second of a workload of token ids, in one process",
     "pool": "the pool's promises: failover, overload, prefixes, scaling, on real replicas",

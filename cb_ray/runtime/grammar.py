@@ -12,6 +12,7 @@ On a GPU the masks are computed while the forward pass runs, which was only laun
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -81,7 +82,7 @@ class GrammarCompiler:
             try:
                 source = _source(grammar)
                 matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
-            except ValueError as error:  # UnicodeEncodeError is one, for half of a surrogate pair
+            except (ValueError, TypeError, KeyError) as error:  # UnicodeEncodeError is one, for half of a surrogate pair
                 raise _refused(grammar, str(error)) from error
             if matcher.is_error():
                 raise _refused(grammar, matcher.get_error())
@@ -116,11 +117,17 @@ def _source(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
         options: Any = {"whitespace_pattern": JSON_WHITESPACE, "lenient": grammar.lenient}
         return LLMatcher.grammar_from_json_schema(grammar.text, defaults=options)
-    return grammar_from("regex" if grammar.kind == "regex" else "grammar", grammar.text)
+    if grammar.kind != "llguidance":
+        return grammar_from("regex" if grammar.kind == "regex" else "grammar", grammar.text)
+    grammars: Any = json.loads(grammar.text)
+    for part in grammars["grammars"]:
+        if "lark_grammar" in part:
+            part["lark_grammar"] = grammar_from("grammar", part["lark_grammar"])
+    return json.dumps(grammars, ensure_ascii=False)
 
 
 def _refused(grammar: Grammar, reason: str) -> InvalidRequestError:
-    what = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}[grammar.kind]
+    what = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar", "llguidance": "grammar"}[grammar.kind]
     return InvalidRequestError(f"the {what} cannot be used: {_first_lines(reason)}", param=grammar.param, code="invalid_grammar")
 
 

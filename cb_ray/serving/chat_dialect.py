@@ -13,13 +13,15 @@ from pydantic import Discriminator, Field, Tag
 
 from ..errors import InvalidRequestError
 from ..messages import GenerateRequest
-from ..text.chat import can_call_tools, chat_token_ids
+from ..text.answer_reader import Part, Reader, Thought, ends_in_thought, reader_for, style_of
+from ..text.chat import chat_token_ids
 from ..text.detokenizer import TextDelta, TextStream, TokenInfo
-from ..text.tools import FoundCall, ToolCallFinder
+from ..text.grammars import ToolFunction, answer_grammar, call_form
+from ..text.tools import FoundCall, MoreArguments
+from .answer_form import FormedBody
 from .generation import Choice, Written
 from .openai import (
     MAX_LOGPROBS,
-    GenerationBody,
     StrictModel,
     check_stream_options,
     plain_logprob,
@@ -83,14 +85,7 @@ class Tool(StrictModel):
     function: FunctionDefinition
 
 
-class ResponseFormat(StrictModel):
-    """What the answer must look like."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-
-
-class ChatBody(GenerationBody):
+class ChatBody(FormedBody):
     """The body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
@@ -99,9 +94,8 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
-    tool_choice: Any = Field(None, description="none or auto.")
+    tool_choice: Any = Field(None, description="none, auto, required, or a function of tools.")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer.")
-    response_format: ResponseFormat | None = Field(None, description="Only text.")
     metadata: dict[str, str] | None = Field(None, description="Accepted; changes nothing.")
     store: bool | None = Field(None, description="Accepted; nothing is stored.")
     service_tier: Literal["auto", "default"] | None = None
@@ -135,6 +129,29 @@ class ChatBody(GenerationBody):
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
+    def chosen_function(self) -> str | None:
+        """The function that a named tool_choice names."""
+        choice = self.tool_choice
+        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        return name if isinstance(name, str) else None
+
+    @property
+    def forces_calls(self) -> bool:
+        return self.tool_choice == "required" or self.chosen_function is not None
+
+    @property
+    def tool_functions(self) -> list[ToolFunction]:
+        """The functions that may be called."""
+        chosen = self.chosen_function
+        functions = [tool.function for tool in self.callable_tools if chosen in (None, tool.function.name)]
+        return [ToolFunction(name=f.name, schema=f.parameters or {}, strict=bool(f.strict)) for f in functions]
+
+    @property
+    def single_call(self) -> bool:
+        return self.parallel_tool_calls is False or self.chosen_function is not None
+
+    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -158,24 +175,28 @@ def check_chat(body: ChatBody, model: ServedModel) -> None:
     check_stream_options(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise InvalidRequestError(
-            f"response_format {body.response_format.type!r} is not supported by this server; use 'text'", param="response_format"
-        )
+    _ = body.wanted_grammar
     if body.reasoning_effort is not None and "reasoning_effort" not in (model.codec.chat_template or ""):
         raise InvalidRequestError("this model has no reasoning_effort; leave it out", param="reasoning_effort")
     _check_tools(body, model)
 
 
 def _check_tools(body: ChatBody, model: ServedModel) -> None:
-    choice = body.tool_choice
-    names = {tool.function.name for tool in body.tools or ()}
-    if choice not in (None, "none", "auto"):
-        known = choice == "required" or (isinstance(choice, dict) and (choice.get("function") or {}).get("name") in names)
-        why = "forced calls are not supported by this server" if known and names else "names no function of tools"
-        raise InvalidRequestError(f"tool_choice {_shown(choice)}: {why}; use 'auto' or 'none'", param="tool_choice")
-    if body.callable_tools and not can_call_tools(model.codec):
-        raise InvalidRequestError("this model writes tool calls in a form that this server cannot read", param="tools")
+    choice, names = body.tool_choice, {tool.function.name for tool in body.tools or ()}
+    if choice not in (None, "none", "auto", "required"):
+        if body.chosen_function is None:
+            raise InvalidRequestError(
+                f"tool_choice must be 'none', 'auto', 'required' or name a function, got {_shown(choice)}", param="tool_choice"
+            )
+        if body.chosen_function not in names:
+            raise InvalidRequestError(f"tool_choice {_shown(choice)} names no function of tools", param="tool_choice")
+    if choice == "required" and not names:
+        raise InvalidRequestError("tool_choice 'required' needs tools", param="tool_choice")
+    if body.callable_tools and not body.forces_calls and not style_of(model.codec).can_call:
+        raise InvalidRequestError(
+            "this model writes tool calls in a form that this server cannot read; with tool_choice 'required' it can",
+            param="tools",
+        )
 
 
 def _shown(choice: Any) -> str:
@@ -202,8 +223,17 @@ def tokenize_chat(body: ChatBody, model: ServedModel) -> list[int]:
 def chat_choices(body: ChatBody, model: ServedModel, head: ReplyHead, ids: Sequence[int]) -> list[Choice]:
     """One Choice for each of n answers; those after the first may take over the pages of the first."""
     choices: list[Choice] = []
+    style = style_of(model.codec)
+    grammar = answer_grammar(
+        model.codec,
+        answer=body.wanted_grammar,
+        functions=body.tool_functions,
+        forced=body.forces_calls,
+        single=body.single_call,
+        thinking=style.thinks and ends_in_thought(model.codec.decode(ids[-8:])),
+    )
     for index in range(body.n or 1):
-        sampling = sampling_params(body, model, logprobs=body.num_logprobs, choice=index)
+        sampling = sampling_params(body, model, logprobs=body.num_logprobs, choice=index, grammar=grammar)
         request = GenerateRequest(
             request_id=f"{head.id}-{index}",
             token_ids=tuple(ids),
@@ -218,10 +248,10 @@ def chat_choices(body: ChatBody, model: ServedModel, head: ReplyHead, ids: Seque
             codec=model.codec,
             stop=body.stops,
             include_stop=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
+            skip_special_tokens=body.skip_special_tokens is not False and not style.has_marks,
             min_tokens=body.min_tokens or 0,
             stop_ids=sampling.stop_ids,
-            keep_tokens=bool(body.logprobs),
+            keep_tokens=bool(body.logprobs) or style.thinks or style.template is not None,
         )
         choices.append(Choice(index=index, request=request, text=text))
     return choices
@@ -235,40 +265,53 @@ class ChatReply(Reply):
     def __init__(self, head: ReplyHead, body: ChatBody, model: ServedModel, choices: Sequence[Choice]) -> None:
         super().__init__(head, choices, include_usage=body.include_usage, running_usage=body.running_usage)
         self._model, self._body = model, body
-        self._finders: dict[int, ToolCallFinder] = {}
+        self._answers: dict[int, _Answer] = {}
+
+    def num_reasoning(self) -> int:
+        return sum(answer.num_thought for answer in self._answers.values())
 
     def events(self, choice: Choice, delta: TextDelta) -> Iterable[dict[str, Any]]:
-        if choice.index not in self._finders:
-            self._finders[choice.index] = self._finder()
+        if choice.index not in self._answers:
+            self._answers[choice.index] = self._answer(choice)
             yield self._piece(choice, {"role": "assistant", "content": ""})
-        finder = self._finders[choice.index]
-        before = finder.num_calls
-        pieces = finder.push(delta.text) + (finder.finish() if delta.finish_reason else [])
+        answer = self._answers[choice.index]
         logprobs = self._logprobs(delta.tokens)
-        for piece in pieces or ([""] if delta.tokens else []):
-            if isinstance(piece, FoundCall):
-                yield self._piece(choice, {"tool_calls": [{"index": before, **_call(piece)}]}, logprobs)
-                before += 1
-            else:
-                yield self._piece(choice, {"content": piece}, logprobs)
+        idle: list[Part] = [""] if delta.tokens and self._body.logprobs else []
+        for part in answer.feed(delta.text, delta.tokens, last=delta.finish_reason is not None) or idle:
+            yield self._piece(choice, answer.delta(part), logprobs)
             logprobs = None if logprobs is None else self._logprobs(())  # each entry once
         if delta.finish_reason:
-            yield self._piece(choice, {}, reason=_reason(delta.finish_reason, finder))
+            yield self._piece(choice, {}, reason=answer.reason(delta.finish_reason))
 
     def whole(self, choice: Choice, written: Written) -> dict[str, Any]:
-        finder = self._finder()
-        pieces = finder.push(written.text) + finder.finish()
-        text = "".join(piece for piece in pieces if isinstance(piece, str))
-        calls = [_call(piece) for piece in pieces if isinstance(piece, FoundCall)]
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        answer = self._answers[choice.index] = self._answer(choice)
+        text, thought = "", ""
+        calls: list[dict[str, Any]] = []
+        for part in answer.feed(written.text, written.tokens, last=True):
+            if isinstance(part, Thought):
+                thought += part.text
+            elif isinstance(part, FoundCall):
+                calls.append(_call(part))
+            elif isinstance(part, MoreArguments):
+                calls[-1]["function"]["arguments"] += part.text
+            else:
+                text += part
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls or thought else ""), "refusal": None}
+        if thought:
+            message["reasoning_content"] = thought
         if calls:
             message["tool_calls"] = calls
-        reason = _reason(written.finish_reason, finder)
+        reason = answer.reason(written.finish_reason)
         return {"index": choice.index, "message": message, "logprobs": self._logprobs(written.tokens), "finish_reason": reason}
 
-    def _finder(self) -> ToolCallFinder:
-        names = [tool.function.name for tool in self._body.callable_tools]
-        return ToolCallFinder(names, single=self._body.parallel_tool_calls is False)
+    def _answer(self, choice: Choice) -> _Answer:
+        body, codec = self._body, self._model.codec
+        functions = body.tool_functions
+        form = call_form(codec, answer=body.wanted_grammar, functions=functions, forced=body.forces_calls)
+        tools = [tool.model_dump(exclude_none=True) for tool in body.callable_tools]
+        names = {function.name for function in functions}
+        prompt = choice.request.token_ids
+        return _Answer(reader_for(codec, prompt, names=names, single=body.single_call, forced=form, tools=tools))
 
     @staticmethod
     def _piece(choice: Choice, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
@@ -294,5 +337,40 @@ def _call(found: FoundCall) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def _reason(reason: str | None, finder: ToolCallFinder) -> str | None:
-    return "tool_calls" if reason == "stop" and finder.num_calls else reason
+class _Answer:
+    """One choice, taken apart as it comes."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._undecided: list[int] = []  # where the tokens begin that may have been thought
+        self._num_thought: int | None = None
+        self._calls = 0
+
+    @property
+    def num_thought(self) -> int:
+        return len(self._undecided) if self._num_thought is None else self._num_thought
+
+    def feed(self, text: str, tokens: Iterable[TokenInfo], *, last: bool) -> list[Part]:
+        parts = self._reader.push(text) if text else []
+        if last:
+            parts += self._reader.finish()
+        if self._num_thought is None:
+            self._undecided += [token.offset for token in tokens]
+            end = self._reader.thought_end
+            if end is not None:
+                self._num_thought = sum(offset < end for offset in self._undecided)
+        return parts
+
+    def delta(self, part: Part) -> dict[str, Any]:
+        """A part as the delta of a chunk."""
+        if isinstance(part, Thought):
+            return {"reasoning_content": part.text}
+        if isinstance(part, FoundCall):
+            self._calls += 1
+            return {"tool_calls": [{"index": self._calls - 1, **_call(part)}]}
+        if isinstance(part, MoreArguments):
+            return {"tool_calls": [{"index": self._calls - 1, "function": {"arguments": part.text}}]}
+        return {"content": part}
+
+    def reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._reader.num_calls else reason

@@ -13,8 +13,9 @@ from pydantic import Discriminator, Field, Tag
 from ..errors import InvalidRequestError
 from ..messages import GenerateRequest
 from ..text.detokenizer import Detokenizer, TextDelta, TextStream, TokenInfo
+from .answer_form import FormedBody
 from .generation import Choice, Written
-from .openai import MAX_CHOICES, MAX_LOGPROBS, GenerationBody, TokenId, check_stream_options, plain_logprob, sampling_params
+from .openai import MAX_CHOICES, MAX_LOGPROBS, TokenId, check_stream_options, plain_logprob, sampling_params
 from .reply import Reply, ReplyHead
 from .served_model import ServedModel
 
@@ -44,7 +45,7 @@ Prompt = Annotated[
 ]
 
 
-class CompletionsBody(GenerationBody):
+class CompletionsBody(FormedBody):
     """The body of POST /v1/completions."""
 
     prompt: Prompt = Field(description="Text, token ids, or a list of either; each prompt has n choices.")
@@ -103,10 +104,11 @@ def completion_choices(body: CompletionsBody, model: ServedModel, head: ReplyHea
     """One Choice for each prompt and each of its n answers, numbered prompt by prompt."""
     choices: list[Choice] = []
     scores = body.logprobs if body.echo else None
+    grammar = body.wanted_grammar
     for number, ids in enumerate(prompts):
         for copy in range(body.n or 1):
             index = len(choices)
-            sampling = sampling_params(body, model, logprobs=body.logprobs, prompt_logprobs=scores, choice=copy)
+            sampling = sampling_params(body, model, logprobs=body.logprobs, prompt_logprobs=scores, choice=copy, grammar=grammar)
             choices.append(
                 Choice(
                     index=index,

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from ..errors import CbRayError, InvalidRequestError, nearest
+from ..grammar import Grammar
 from ..messages import SamplingParams, Usage
 from .served_model import ServedModel
 
@@ -143,7 +144,13 @@ def check_stream_options(body: GenerationBody) -> None:
 
 
 def sampling_params(
-    body: GenerationBody, model: ServedModel, *, logprobs: int | None, prompt_logprobs: int | None = None, choice: int = 0
+    body: GenerationBody,
+    model: ServedModel,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    choice: int = 0,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """How the tokens of choice number `choice` are chosen; with a seed each choice has its own, derived from it.
 
@@ -168,6 +175,7 @@ def sampling_params(
         seed=None if body.seed is None else body.seed + choice,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
 
 
@@ -183,20 +191,24 @@ def _logit_bias(bias: Mapping[str, float], model: ServedModel) -> tuple[tuple[in
     return tuple(pairs)
 
 
-def usage_object(prompts: Iterable[int], completion: int, cached: Iterable[Usage | None]) -> dict[str, Any]:
+def usage_object(
+    prompts: Iterable[int], completion: int, cached: Iterable[Usage | None], reasoning: int | None = None
+) -> dict[str, Any]:
     """OpenAI's usage of a request with one entry of `prompts` (token counts) and of `cached` for each prompt.
 
     The cached tokens are null where the engine did not say, which happens when a stop string ended the request early.
+    `reasoning`: tokens of the completion that were thought; None: not a question here.
     """
     prompt = sum(prompts)
     told = [usage.num_cached_tokens for usage in cached if usage is not None]
     details = {"cached_tokens": sum(told)} if told else None
-    return {
+    usage = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": details,
     }
+    return usage if reasoning is None else {**usage, "completion_tokens_details": {"reasoning_tokens": reasoning}}
 
 
 def plain_logprob(value: float) -> float:

@@ -61,6 +61,10 @@ class Reply:
         """The tokens of one choice that count as completion tokens."""
         return choice.text.num_tokens
 
+    def num_reasoning(self) -> int | None:
+        """The completion tokens that were thought; None where the dialect does not tell."""
+        return None
+
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage up to now: each prompt counts once, each choice's tokens count."""
         prompts: dict[int, int] = {}
@@ -69,7 +73,8 @@ class Reply:
             prompts[choice.prompt] = len(choice.request.token_ids)
             if cached.get(choice.prompt) is None:
                 cached[choice.prompt] = choice.text.usage
-        return usage_object(prompts.values(), sum(map(self.num_generated, self.choices)), cached.values())
+        completion = sum(map(self.num_generated, self.choices))
+        return usage_object(prompts.values(), completion, cached.values(), self.num_reasoning())
 
     def answer(self, written: Sequence[Written]) -> dict[str, Any]:
         """The whole answer, from what each of `choices` wrote."""

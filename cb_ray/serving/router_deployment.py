@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.model_source import resolve_model
 from ..errors import InvalidRequestError, nearest
+from ..grammar import Grammar
 from ..messages import GenerateRequest, SamplingParams, TokenChunk, as_token_ids
 from .handle_source import HandleSource
 from .http import DoorSettings, build_http_app
@@ -93,7 +94,8 @@ def as_request(value: GenerateRequest | Mapping[str, Any] | Sequence[int], model
     if isinstance(sampling, Mapping):
         _known(sampling, SamplingParams)
         defaults = {**model.defaults, "eos_token_ids": model.eos_token_ids}
-        fields["sampling"] = SamplingParams(**{**defaults, **{name: _frozen(item) for name, item in sampling.items()}})
+        given = {name: Grammar.of(item) if name == "grammar" else _frozen(item) for name, item in sampling.items()}
+        fields["sampling"] = SamplingParams(**{**defaults, **given})
     fields["token_ids"] = as_token_ids(fields["token_ids"], model.vocab_size)
     fields.setdefault("request_id", f"gen-{uuid.uuid4().hex}")
     return GenerateRequest(**fields)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import InvalidRequestError
 from .codec import TextCodec
-from .tools import OPEN, spell_out
+from .tools import spell_out
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -101,11 +101,6 @@ def render_chat(
 def knows_tools(codec: TextCodec) -> bool:
     """Whether the model's chat template shows tools to the model."""
     return "tools" in (codec.chat_template or "")
-
-
-def can_call_tools(codec: TextCodec) -> bool:
-    """Whether calls that the model writes can be found: its template writes them as `<tool_call>`, or we told it to."""
-    return not knows_tools(codec) or OPEN in (codec.chat_template or "")
 
 
 def _turn(message: Message, where: str, template: str) -> dict[str, Any]:

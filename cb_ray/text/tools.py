@@ -1,10 +1,12 @@
 """Tool calls as text: showing tools to models whose template does not, and finding calls in what a model writes.
 
-Owns the `<tool_call>` form, which Hermes, Qwen and SmolLM2 were trained on:
+Owns the forms of calls. Hermes, Qwen and SmolLM2 were trained on the first, Llama 3 on the second:
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
+
+    {"name": "add", "parameters": {"a": 1, "b": 2}}
 
 Knows nothing but text and JSON. What looks like a call and is none stays text: nothing that a model wrote gets lost.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -36,6 +38,49 @@ class FoundCall:
     arguments: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoreArguments:
+    """The next piece of the last call's arguments."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """How a model writes a call: opening, head with the name, a JSON object, tail. Further calls follow after `between`."""
+
+    opening: str  # "": an answer that calls begins with the head
+    before_name: str
+    after_name: str
+    tail: str
+    between: str
+
+
+HERMES = CallForm(opening=OPEN, before_name='\n{"name": ', after_name=', "arguments": ', tail="}\n" + CLOSE, between="\n")
+LLAMA3 = CallForm(opening="", before_name='{"name": ', after_name=', "parameters": ', tail="}", between="; ")
+
+
+class CallFinder(Protocol):
+    """Splits text that comes in pieces into text and calls. A call may come in parts: what follows it then are its arguments."""
+
+    num_calls: int
+
+    def push(self, text: str) -> list[str | FoundCall | MoreArguments]: ...
+    def finish(self) -> list[str | FoundCall | MoreArguments]: ...
+
+
+class PlainText:
+    """For conversations without tools: all is text."""
+
+    num_calls = 0
+
+    def push(self, text: str) -> list[str | FoundCall | MoreArguments]:
+        return [text] if text else []
+
+    def finish(self) -> list[str | FoundCall | MoreArguments]:
+        return []
+
+
 class ToolCallFinder:
     """Splits text that comes in pieces into plain text and calls of functions in `names`.
 
@@ -48,7 +93,7 @@ class ToolCallFinder:
         self._rest = ""  # not yet known to be text or call
         self.num_calls = 0
 
-    def push(self, text: str) -> list[str | FoundCall]:
+    def push(self, text: str) -> list[str | FoundCall | MoreArguments]:
         """What is now known: text and calls, in order."""
         if not self._names:
             return [text] if text else []
@@ -58,7 +103,7 @@ class ToolCallFinder:
             pass
         return _joined(found)
 
-    def finish(self) -> list[str | FoundCall]:
+    def finish(self) -> list[str | FoundCall | MoreArguments]:
         """The rest, now that no more text comes. A call whose end tag never came counts if its JSON is whole."""
         rest, self._rest = self._rest, ""
         found: list[str | FoundCall] = []
@@ -73,7 +118,7 @@ class ToolCallFinder:
         """Decide about the beginning of the rest; False when more text is needed."""
         start = self._rest.find(OPEN)
         if start < 0:
-            keep = _overlap(self._rest, OPEN)
+            keep = overlap(self._rest, OPEN)
             text, self._rest = self._rest[: len(self._rest) - keep], self._rest[len(self._rest) - keep :]
             trailing = len(text) - len(text.rstrip())  # may turn out to be the space before a call
             text, self._rest = text[: len(text) - trailing], text[len(text) - trailing :] + self._rest
@@ -105,19 +150,25 @@ class ToolCallFinder:
 
     def _parse(self, body: str) -> FoundCall | None:
         try:
-            value = json.loads(body)
+            return as_call(json.loads(body), self._names)
         except (ValueError, RecursionError):
             return None
-        name = value.get("name") if isinstance(value, dict) else None
-        arguments = value.get("arguments", value.get("parameters", {})) if name is not None else None
-        if isinstance(arguments, str):  # some models write the arguments as text, as OpenAI's dialect has them
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                return None
-        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
+
+
+def as_call(value: Any, names: Collection[str]) -> FoundCall | None:
+    """A JSON value as a call of one of `names`, if it is one."""
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or name not in names:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the arguments as text, as OpenAI's dialect has them
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
             return None
-        return FoundCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+    if not isinstance(arguments, dict):
+        return None
+    return FoundCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
 
 
 def spell_out(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -143,14 +194,14 @@ def _spelled(message: Mapping[str, Any]) -> dict[str, Any]:
     return turn
 
 
-def _overlap(text: str, tag: str) -> int:
+def overlap(text: str, tag: str) -> int:
     """The length of the longest end of `text` that begins `tag`."""
     return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)
 
 
-def _joined(found: list[str | FoundCall]) -> list[str | FoundCall]:
+def _joined(found: Sequence[str | FoundCall]) -> list[str | FoundCall | MoreArguments]:
     """Neighbouring texts as one."""
-    joined: list[str | FoundCall] = []
+    joined: list[str | FoundCall | MoreArguments] = []
     for item in found:
         if isinstance(item, str) and joined and isinstance(joined[-1], str):
             joined[-1] += item

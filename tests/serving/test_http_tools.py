@@ -75,8 +75,47 @@ def test_a_call_and_its_result_go_back() -> None:
     assert "the result" in prompt and '"arguments": {"a": 1}' in prompt and "A sum." in prompt
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_forced_calls_are_refused(choice: Any) -> None:
-    """A call cannot be forced without constrained decoding; that is said, not pretended."""
-    error = error_of(make_door(model=ROOMY).chat(tools=TOOLS, tool_choice=choice))
-    assert error["param"] == "tool_choice" and "not supported" in error["message"]
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_forced_calls_bind_the_engine(choice: Any) -> None:
+    """A forced call is a grammar of the request, and its arguments stream while they are written."""
+    door = make_door(model=ROOMY, says=CALL)
+    message = door.chat(tools=TOOLS, tool_choice=choice).json()["choices"][0]["message"]
+    grammar = door.source.requests[0].sampling.grammar
+    assert grammar is not None and grammar.param == "tools" and '\\"add\\"' in grammar.text
+    assert message["content"] is None and message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    deltas = [c["delta"] for e in events(door.chat(tools=TOOLS, tool_choice=choice, stream=True)) for c in e["choices"]]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["function"].get("name") for call in calls] == ["add"] + [None] * (len(calls) - 1) and len(calls) > 3
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+    assert {call["index"] for call in calls} == {0} and [("id" in call) for call in calls].count(True) == 1
+
+
+def test_a_forced_call_that_was_cut_off() -> None:
+    """finish_reason length: what was written of the arguments comes out."""
+    door = make_door(model=ROOMY, says=CALL)
+    length = len(door.model.codec.encode('<tool_call>\n{"name": "add", "arguments": {"a"'))
+    choice = door.chat(tools=TOOLS, tool_choice=NAMED, max_tokens=length).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a"'}
+
+
+@pytest.mark.parametrize(
+    "choice", ["any", {"type": "function"}, {"type": "function", "function": {"name": "other"}}, {"type": "custom"}, 7]
+)
+def test_choices_that_choose_nothing(choice: Any) -> None:
+    """A 400 that names tool_choice."""
+    assert error_of(make_door(model=ROOMY).chat(tools=TOOLS, tool_choice=choice))["param"] == "tool_choice"
+
+
+def test_strict_tools_bind_calls_that_the_model_makes_by_itself() -> None:
+    """strict: true is kept to with tool_choice auto as well; without it nothing binds."""
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    door = make_door(model=ROOMY, says=f"I add.\n{CALL}")
+    message = door.chat(tools=strict).json()["choices"][0]["message"]
+    door.chat(tools=TOOLS)
+    bound, free = (request.sampling.grammar for request in door.source.requests)
+    assert bound is not None and free is None
+    assert message["content"] == "I add." and message["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'

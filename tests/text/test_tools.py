@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cb_ray.text.chat import can_call_tools, render_chat
+from cb_ray.text.answer_reader import style_of
+from cb_ray.text.chat import render_chat
 from cb_ray.text.tools import FoundCall, ToolCallFinder, spell_out
 from tests.text.tokenizers_made import byte_level
 
@@ -107,8 +108,15 @@ def test_tools_alone_make_a_system_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "can"), [("plain", True), ("{{ tools }} as <tool_call>", True), ("{{ tools }} as <|python_tag|>", False)]
+    ("template", "can"),
+    [
+        ("plain", True),
+        ("{{ tools }} as <tool_call>", True),
+        ("{{ tools }} as <|python_tag|>", True),
+        ("{{ tools }} as <tool_call><function=f>", False),
+        ("{{ tools }} as [TOOL_CALLS]", False),
+    ],
 )
 def test_forms_of_calls_that_can_be_read(template: str, can: bool) -> None:
     """A template that teaches another form of calls is not pretended to be understood."""
-    assert can_call_tools(byte_level(420, template)) is can
+    assert style_of(byte_level(420, template)).can_call is can
