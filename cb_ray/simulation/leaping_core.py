@@ -11,7 +11,7 @@ stepping equal: every counter, every block id, every page name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ..core.engine_core import EngineCore
 from ..core.plan import BatchPlan
@@ -103,6 +103,23 @@ class LeapingCore(EngineCore):
     def running_ids(self) -> list[str]:
         return list(self._scheduler.running)
 
+    # ---- for those who may know everything (simulation/oracle.py) ---------------------------------------------------------------
+
+    def found(self, pages: Sequence[bytes]) -> int:
+        """Leading pages of a prompt that are in the cache."""
+        pool, version = self._blocks._pools[0], self.weights_version  # pyright: ignore[reportPrivateUsage]
+        return next((n for n, page in enumerate(pages) if pool.find((version, page)) is None), len(pages))
+
+    def coming(self, pages: Sequence[bytes]) -> int:
+        """Leading pages of a prompt that a request which is here has, whether or not they are computed."""
+        here = [request.source.digests for request in self._scheduler.live.values()]
+        return max([_common(pages, digests) for digests in here], default=0)
+
+    def owed(self, left: Callable[[str], int]) -> tuple[int, int]:
+        """(prompt tokens, answer tokens) still to compute, when `left` says how many tokens a request will still say."""
+        live = self._scheduler.live.values()
+        return sum([max(0, r.num_known - r.num_computed - 1) for r in live]), sum([left(r.id) for r in live])
+
     def _circumstances(self) -> tuple[object, ...] | None:
         head = self._scheduler.waiting.peek()
         if head is None or head.fork_of is not None:
@@ -130,3 +147,7 @@ class LeapingCore(EngineCore):
             middle = (low + high + 1) // 2
             low, high = (middle, high) if need(middle) <= total - held else (low, middle - 1)
         return low
+
+
+def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

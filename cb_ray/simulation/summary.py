@@ -1,0 +1,104 @@
+"""A run in the numbers that people ask for, and whether it kept what was promised. Owns `Slo`, `Summary` and `summarise`.
+
+Rates and latencies are those of requests that arrived after a warm-up; `slo_share` counts requests that were refused for good, or
+never answered, as broken promises.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from ..errors import ConfigError
+from .ledger import Outcome, percentile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """At least `share` of all requests have their first token within `ttft_s`; the same share of all gaps is within `itl_s`."""
+
+    ttft_s: float = math.inf
+    itl_s: float = math.inf
+    share: float = 0.99
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"an SLO's share must lie between 0 and 1, got {self.share}", "share")
+        if min(self.ttft_s, self.itl_s) <= 0:
+            raise ConfigError(f"an SLO's times must be above 0, got {self.ttft_s} and {self.itl_s}", "slo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Times in seconds, rates per second of the simulation. Percentiles are of requests (ttft, e2e) and of gaps (itl)."""
+
+    requests: int
+    served: int
+    refused_for_good: int
+    refusals: int
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    itl_p50_s: float
+    itl_p99_s: float
+    e2e_p50_s: float
+    e2e_p99_s: float
+    hit_rate: float  # prompt tokens found cached
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    utilisation: float  # share of replica time within steps
+    replica_s: float
+    most_replicas: int
+    most_waiting: int
+    preemptions: int
+    failovers: int
+    retry_error_p50: float  # of what refused callers were told, as a share of what was true
+    slo_share: float  # requests whose first token came in time
+    meets_slo: bool
+    duration_s: float
+
+    def as_dict(self) -> dict[str, float | int | bool | None]:
+        """For JSON, which knows no nan."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in asdict(self).items()
+        }
+
+
+def summarise(outcome: Outcome, slo: Slo | None = None, warm_up_s: float = 0.0) -> Summary:
+    """`outcome` in numbers; `slo` None: no promise, which is always kept."""
+    slo = slo or Slo()
+    lines = [line for line in outcome.ledger.lines() if line.at_s >= warm_up_s]
+    ttfts = sorted([line.ttft_s for line in lines if not math.isnan(line.ttft_s)])
+    e2es = sorted([line.e2e_s for line in lines if not math.isnan(line.e2e_s)])
+    end = max([line.at_s + line.e2e_s for line in lines if not math.isnan(line.e2e_s)], default=warm_up_s)
+    span = max(1e-9, end - warm_up_s)
+    prompt = sum([line.num_prompt for line in lines if not math.isnan(line.e2e_s)])
+    errors = sorted([abs(p.told_s - p.true_s) / max(p.true_s, 1e-9) for p in outcome.ledger.promises])
+    in_time = sum([ttft <= slo.ttft_s for ttft in ttfts]) / len(lines) if lines else 1.0
+    moments = outcome.ledger.moments
+    return Summary(
+        requests=len(lines),
+        served=len(e2es),
+        refused_for_good=sum([line.num_refused > 0 and math.isnan(line.e2e_s) for line in lines]),
+        refusals=sum([line.num_refused for line in lines]),
+        ttft_p50_s=percentile(ttfts, 0.5),
+        ttft_p90_s=percentile(ttfts, 0.9),
+        ttft_p99_s=percentile(ttfts, 0.99),
+        itl_p50_s=outcome.gap_percentile(0.5),
+        itl_p99_s=outcome.gap_percentile(0.99),
+        e2e_p50_s=percentile(e2es, 0.5),
+        e2e_p99_s=percentile(e2es, 0.99),
+        hit_rate=sum([line.num_cached for line in lines]) / prompt if prompt else 0.0,
+        output_tokens_per_s=sum([line.num_answer for line in lines]) / span,
+        prompt_tokens_per_s=prompt / span,
+        utilisation=outcome.busy_s / outcome.replica_s if outcome.replica_s else 0.0,
+        replica_s=outcome.replica_s,
+        most_replicas=max([moment.replicas for moment in moments], default=0),
+        most_waiting=max([moment.waiting for moment in moments], default=0),
+        preemptions=outcome.preemptions,
+        failovers=sum([line.num_moved for line in lines]),
+        retry_error_p50=percentile(errors, 0.5),
+        slo_share=in_time,
+        meets_slo=in_time >= slo.share and not outcome.gap_percentile(slo.share) > slo.itl_s,
+        duration_s=outcome.duration_s,
+    )
