@@ -26,6 +26,7 @@ COMMANDS = {
     "serve": Command("cb_ray.serving.command", "serve a model over HTTP with an OpenAI-compatible API"),
     "verify": Command("cb_ray.bench.verify", "prove that a model gives the same tokens here as with model.generate"),
     "drain": Command("cb_ray.serving.drain", "empty the Ray node on this machine before it goes"),
+    "plan": Command("cb_ray.foresight.command", "how many replicas, which routing: the real scheduler in simulated time"),
     "bench": Command("cb_ray.bench.command", "measure the engine on this machine"),
 }
 

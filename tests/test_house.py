@@ -1,10 +1,10 @@
 """The arrows of the house: who may import whom, who may start threads, and what an import may not drag in.
 
-                      roof     serving, bench, cli, __main__
+                      roof     serving, bench, foresight, cli
                       3rd      engine      simulation
                       2nd      runtime     text
                       1st      core        routing
-                      ground   errors, config, sizing, digests, grammar, messages, user_cache
+                      ground   errors, config, sizing, digests, grammar, messages, request_log, user_cache
 
 Everything is read from the source with `ast`, imports inside functions and under TYPE_CHECKING included: an arrow that is
 drawn late is an arrow.
@@ -28,8 +28,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cb_ray"
 
-GROUND = {"errors", "config", "digests", "grammar", "messages", "sizing", "user_cache"}
-ROOF = {"serving", "bench", "cli"}
+GROUND = {"errors", "config", "digests", "grammar", "messages", "request_log", "sizing", "user_cache"}
+ROOF = {"serving", "bench", "foresight", "cli"}
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "core": GROUND | {"core"},
@@ -40,7 +40,8 @@ MAY_IMPORT = {
     "simulation": GROUND | {"core", "routing", "simulation"},
     "serving": GROUND | {"engine", "routing", "text", "serving"},
     "bench": GROUND | {"core", "routing", "runtime", "text", "engine", "simulation", "serving", "bench"},
-    "cli": GROUND | {"serving", "bench", "simulation", "cli"},
+    "foresight": GROUND | {"core", "routing", "engine", "simulation", "bench", "foresight"},
+    "cli": GROUND | {"serving", "bench", "foresight", "cli"},
 }
 PURE = {"core", "routing", "simulation"}
 IMPURE_MODULES = {"torch", "transformers", "ray", "asyncio", "threading", "multiprocessing", "concurrent", "time", "datetime"}

@@ -1,12 +1,13 @@
 """What one step does and what came of it: values made of plain integers. No tensor, no behaviour.
 
-Owns `Row`, `BlockCopy`, `BatchPlan`, `StepResult`. A plan can be printed, compared, pickled and replayed; equal inputs give equal
-plans (law L6).
+Owns `Row`, `BlockCopy`, `BatchPlan`, `StepWork`, `StepResult`. A plan can be printed, compared, pickled and replayed; equal inputs
+give equal plans (law L6).
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,6 +67,30 @@ class BatchPlan:
     def is_decode(self) -> bool:
         """Every row is one token."""
         return self.num_tokens == len(self.rows)
+
+
+class StepWork(NamedTuple):
+    """What one step does, in counts: what its time depends on.
+
+    A row at positions s … s + n - 1 reads s + n cached tokens; if n > 1 it has n·s + n(n + 1)/2 pairs of a query and a key.
+    """
+
+    query_tokens: int
+    samples: int
+    kv_tokens: int
+    prefill_pairs: int
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> StepWork:
+        query = samples = kv = pairs = 0
+        for row in rows:
+            length, start = len(row.token_ids), row.start
+            query += length
+            samples += row.samples
+            kv += start + length
+            if length > 1:
+                pairs += length * start + length * (length + 1) // 2
+        return cls(query, samples, kv, pairs)
 
 
 @dataclass(frozen=True, slots=True)

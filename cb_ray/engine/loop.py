@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ..core.plan import BatchPlan
 from ..errors import CbRayError, EngineStoppedError
 from ..messages import EngineStats, GenerateRequest, RequestStatus, TokenChunk, Usage
 from .gates import PauseGate, StopGate, StopLevel
@@ -37,13 +38,16 @@ class EngineLoop:
         pause: PauseGate,
         clock: Callable[[], float],
         pages: PageNames | None = None,
+        on_step: Callable[[BatchPlan, float], None] | None = None,
     ) -> None:
+        """`on_step` is told of each step that is over, with the seconds since the one before, or since there was work."""
         self._core, self._runner = core, runner
         self._inbox, self._outbox = inbox, outbox
         self._stop, self._pause = stop, pause
         self._clock = clock
         self._pages = pages
         self._tickets: deque[Any] = deque()
+        self._on_step, self._since = on_step, 0.0
         self._stats_due = 0.0
         self.stats: EngineStats = core.stats()
         self.num_steps = 0
@@ -72,6 +76,8 @@ class EngineLoop:
                 self._publish(self._clock(), idle=True)
             for message in self._inbox.drain(wait=idle and level == StopLevel.RUNNING):
                 self._obey(message)
+            if idle:
+                self._since = self._clock()
             if not self._tickets and not self._core.has_work and level == StopLevel.FLUSH:
                 break  # nothing was let in since the gate rose, so nothing is left
             self._post()
@@ -96,7 +102,11 @@ class EngineLoop:
     def _commit(self) -> None:
         ticket = self._tickets.popleft()
         result = self._runner.collect(ticket)
-        self._core.commit(ticket.plan, result, self._clock())
+        now = self._clock()
+        self._core.commit(ticket.plan, result, now)
+        if self._on_step is not None:
+            self._on_step(ticket.plan, now - self._since)
+        self._since = now
         self._post()
 
     def _obey(self, message: Message) -> None:

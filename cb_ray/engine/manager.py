@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import ContinuousBatchingConfig, EngineFacts, WorkloadHints
+from ..core.plan import BatchPlan
 from ..errors import EngineStoppedError, InvalidRequestError, WeightsLostError
 from ..messages import EngineStats, GenerateRequest, GenerationOutput, TokenChunk
 from .gates import PauseGate, StopGate, StopLevel, UpdateGate, turnstile
@@ -98,6 +99,9 @@ class ContinuousBatchingManager:
         self._destroyed = False
         self._session: _Session | None = None
         self._pages: PageNames | None = None
+        self.on_step: Callable[[BatchPlan, float], None] | None = (
+            None  # told of each step and its seconds, from the next start on
+        )
         self._parts: EngineParts | None
         parts = self._parts = self._build()
         if tokenizer is not None and parts.grammars is not None:
@@ -218,6 +222,7 @@ class ContinuousBatchingManager:
                 pause=pause,
                 clock=self._clock,
                 pages=self._pages,
+                on_step=self.on_step,
             )
             thread = threading.Thread(target=self._live, name="cb-ray engine", daemon=True)
             self._session = _Session(loop, stop, pause, thread)

@@ -119,6 +119,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     max_model_len: int | None = None  # tokens of prompt and answer; None: what the model was made for
     warmup: bool = True
+    step_log: str | None = None  # a directory: each replica writes there what its steps did and how long they took
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:

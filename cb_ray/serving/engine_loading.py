@@ -18,6 +18,7 @@ from ..engine import build as engine_build
 from ..engine.manager import ContinuousBatchingManager
 from ..engine.model_source import resolve_model
 from ..engine.parts import EngineParts
+from ..engine.step_log import StepLog
 from ..errors import ConfigError
 from ..routing.reporter import PageNews
 from .args import EngineArgs
@@ -46,6 +47,8 @@ def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
     )
     if args.warmup:
         manager.warmup()
+    if args.step_log is not None:
+        manager.on_step = StepLog(args.step_log).add
     facts, names = manager.facts, manager.track_pages()
 
     def pages(full: bool) -> PageNews:

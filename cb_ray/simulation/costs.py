@@ -1,41 +1,19 @@
-"""How long a step takes: a linear form over what its plan says. Owns `StepCosts` and `StepWork`, the numbers it is linear in.
+"""How long a step takes: a linear form over what its plan says. Owns `StepCosts` and `StepClock`.
 
     seconds = step + query · tokens computed + sample · tokens sampled + kv · cached tokens read + attend · prefill pairs
 
-A row of tokens at positions s … s + n - 1 reads s + n cached tokens; if n > 1 it has n·s + n(n + 1)/2 pairs of a query and a key.
-Coefficients are whole femtoseconds, so that sums over many steps are exact. May know the plan, nothing of devices.
+What is counted is `core.plan.StepWork`'s. On the agenda, coefficients are whole femtoseconds, so that sums over many steps are
+exact. May know the plan, nothing of devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
-from ..core.plan import Row
+from ..core.plan import StepWork
 from ..errors import ConfigError, nearest
 from .agenda import ticks
-
-
-class StepWork(NamedTuple):
-    """What one step does, in counts."""
-
-    query_tokens: int
-    samples: int
-    kv_tokens: int
-    prefill_pairs: int
-
-    @classmethod
-    def of(cls, rows: Iterable[Row]) -> StepWork:
-        query = samples = kv = pairs = 0
-        for row in rows:
-            length, start = len(row.token_ids), row.start
-            query += length
-            samples += row.samples
-            kv += start + length
-            if length > 1:
-                pairs += length * start + length * (length + 1) // 2
-        return cls(query, samples, kv, pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

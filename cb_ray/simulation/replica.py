@@ -19,12 +19,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from ..core.plan import BatchPlan
+from ..core.plan import BatchPlan, StepWork
 from ..messages import GenerateRequest, RequestStatus, TokenChunk
 from ..routing.members import Beat, BeatReply
 from ..routing.reporter import PageNews, Reporter
 from .agenda import Agenda, Turn, seconds, ticks
-from .costs import StepClock, StepWork
+from .costs import StepClock
 from .engine_shape import EngineShape
 from .leaping_core import LeapingCore
 from .ledger import GAP

@@ -1,7 +1,7 @@
-"""Workloads from files: Mooncake's JSONL and Azure's CSV of LLM traces. Owns `mooncake` and `azure`.
+"""Workloads from files: Mooncake's JSONL, Azure's CSV, and what our own doors have recorded. Owns `mooncake`, `azure`, `request_log`.
 
-Neither says what the tokens are. Mooncake names the blocks of 512 tokens of each prompt, equal names for equal prefixes; Azure says
-lengths only, so there every prompt is taken to be unlike all others.
+The first two do not say what the tokens are. Mooncake names the blocks of 512 tokens of each prompt, equal names for equal prefixes;
+Azure says lengths only, so there every prompt is taken to be unlike all others.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..request_log import log_files, read_log
 from .workload import Arrival, Told, Workload
 
 MOONCAKE_BLOCK = 512
@@ -65,6 +66,32 @@ def azure(path: str | Path, *, page_size: int = 64, speed: float = 1.0, limit: i
                 yield Told(Arrival((at - begin) / speed, max(1, length), pages), answer)
 
     return Workload(Path(path).stem, page_size, make, {"trace": Path(path).name, "speed": speed})
+
+
+def is_mooncake(path: str | Path) -> bool:
+    """Whether the first line of a file of JSON lines is of Mooncake's form."""
+    with Path(path).open(encoding="utf-8") as lines:
+        return '"hash_ids"' in lines.readline()
+
+
+def request_log(path: str | Path, *, page_size: int = 64, speed: float = 1.0, limit: int | None = None) -> Workload:
+    """What a door has recorded (setting `request_log`): a file, or a directory of them; requests that were served.
+
+    Pages are as the log names them, or named from its token ids; `page_size` must be a multiple of the log's own, and pages are
+    the log's own of which each is the last of one. Raises ConfigError.
+    """
+    files = log_files(path)
+
+    def make() -> Iterable[Told]:
+        logged = sorted((one for file in files for one in read_log(file)), key=lambda one: one.at_s)
+        begin = logged[0].at_s if logged else 0.0
+        served = [one for one in logged if one.num_answer]
+        for one in served[:limit]:
+            pages = one.page_names(page_size)
+            told = Arrival((one.at_s - begin) / speed, one.num_prompt, pages, one.max_new_tokens, one.priority, one.session)
+            yield Told(told, one.num_answer)
+
+    return Workload(Path(path).name, page_size, make, {"trace": Path(path).name, "speed": speed})
 
 
 def own_pages(number: int, count: int) -> tuple[bytes, ...]:

@@ -1,0 +1,1 @@
+"""What would happen, for people at a terminal: `cb-ray plan` and `cb-ray replay` over `cb_ray/simulation` and over real servers."""
