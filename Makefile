@@ -14,9 +14,9 @@ run: .venv/.installed-run
 test: .venv/.installed-test lint
 	$(BIN)/python -m pytest
 
-# The laws of the core, with ten thousand examples each.
+# The laws of the core and odd requests at the door, with ten thousand examples each; a thousand clients that leave.
 nightly: .venv/.installed-test
-	$(BIN)/python -m pytest tests/core --hypothesis-profile=nightly --timeout=7200
+	$(BIN)/python -m pytest tests/core tests/serving/test_http_fuzz.py tests/serving/test_abuse.py --hypothesis-profile=nightly --timeout=7200
 
 # Before a commit: everything but the tests that start a cluster or need the demo model.
 check: .venv/.installed-test lint

@@ -11,9 +11,12 @@
     ├── ModelSourceError (RuntimeError)       500  the model's files cannot be had, or are not what they should be
     ├── AuthenticationError                   401  no API key, or one that is not known here
     ├── UnknownModelError (LookupError)       404  no such model is served here
+    ├── UnknownResponseError (LookupError)    404  no response of that id is stored here
     ├── BodyTooLargeError (ValueError)        413  the body of an HTTP request is longer than the server reads
     ├── QueueFullError (queue.Full)           429  as many requests wait as may wait; come back later
+    ├── TenantLimitError                      429  a tenant uses all that it may; come back later
     ├── RequestCancelledError                 499  the caller gave up first
+    ├── NotSupportedError                     501  a route that this model or server does not have
     ├── EngineStoppedError (RuntimeError)     503  the engine takes no more requests
     ├── EngineFailedError (RuntimeError)      503  a step failed; every request in flight failed with it
     ├── ReplicaLostError (RuntimeError)       503  the replica that served this request is gone
@@ -153,6 +156,36 @@ class UnknownModelError(CbRayError, LookupError):
         return f"The model `{self.model}` does not exist; this server has {', '.join(f'`{name}`' for name in self.served)}"
 
 
+class UnknownResponseError(CbRayError, LookupError):
+    """A response that is not stored, or no longer."""
+
+    http_status = 404
+    openai_type = "invalid_request_error"
+    code = "response_not_found"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(response_id)
+        self.response_id = response_id
+
+    def __str__(self) -> str:
+        return f"no response {self.response_id[:80]!r} is stored here; it was made with store: false, or has been thrown out"
+
+
+class NotSupportedError(CbRayError):
+    """Something that this server knows of and does not do."""
+
+    http_status = 501
+    openai_type = "invalid_request_error"
+    code = "not_supported"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class AuthenticationError(CbRayError):
     """The server asks for an API key, and the request has none or a wrong one."""
 
@@ -161,7 +194,7 @@ class AuthenticationError(CbRayError):
     code = "invalid_api_key"
 
     def __str__(self) -> str:
-        return "this server asks for an API key: send a known one as `Authorization: Bearer KEY`"
+        return "this server asks for an API key: send a known one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 
 
 class BodyTooLargeError(CbRayError, ValueError):
@@ -192,6 +225,21 @@ class QueueFullError(CbRayError, queue.Full):
 
     def __str__(self) -> str:
         return f"{self.waiting} requests are waiting and the limit is {self.limit}; retry in {self.retry_after_s:g} s"
+
+
+class TenantLimitError(CbRayError):
+    """A tenant is at its own limit, whatever the server could still do. `what` names the limit."""
+
+    http_status = 429
+    openai_type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, what: str, limit: int, retry_after_s: float) -> None:
+        super().__init__(what, limit, retry_after_s)
+        self.what, self.limit, self.retry_after_s = what, limit, retry_after_s
+
+    def __str__(self) -> str:
+        return f"your limit of {self.limit} {self.what} is reached; retry in {self.retry_after_s:.1f} s"
 
 
 class RequestCancelledError(CbRayError):

@@ -138,6 +138,7 @@ class GenerateRequest:
     digests: tuple[bytes, ...] = ()  # of the prompt's full pages, if the sender has them (digests.page_digests)
     timeout_s: float | None = None
     session: str = ""  # requests of one session prefer one replica while nothing speaks for another
+    traceparent: str = ""  # the span that asks, as W3C writes it; "": nobody traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

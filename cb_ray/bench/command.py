@@ -9,6 +9,7 @@ import argparse
 import importlib
 
 BENCHMARKS = {
+    "abuse": "malformed requests and clients that leave, against a running server",
     "attention": "native attention against gathering and torch's own, and against the machine's memory",
     "grammar": "what a JSON schema costs in tokens per second, and what requests without one see beside it",
     "kernels": "native products, MLPs and choosing tokens against torch's own",

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ..messages import EngineStats
 from .loads import Ask, Rates
 
 
@@ -48,6 +49,7 @@ class Beat:
     full: bool = False  # `added` is the whole cache, not a change
     added: tuple[bytes, ...] = ()  # digests of pages that are cached now
     evicted: tuple[bytes, ...] = ()
+    engine: EngineStats | None = None  # all that the engine counts, for whoever looks at the pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,7 @@ class Replica:
     heard_at: float = 0.0
     weights_version: int = 0
     has_index: bool = False
+    engine: EngineStats | None = None  # as it last said
 
     @property
     def is_heard(self) -> bool:

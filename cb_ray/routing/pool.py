@@ -233,6 +233,7 @@ class Pool:
         if beat.number > replica.beat_number:
             replica.beat_number, replica.heard_at = beat.number, now
             replica.cache_used, replica.free_tokens, replica.blocked_until = beat.cache_used, beat.free_tokens, 0.0
+            replica.engine = beat.engine or replica.engine
             self._hear_pages(replica, beat)
             self._hear_requests(now, replica, beat)
             self._rates.observe(beat.prefill_tokens, beat.decode_tokens, beat.num_steps, beat.busy_s)
@@ -492,4 +493,5 @@ class Pool:
             "weights_version": replica.weights_version,
             "accepting": replica.accepting,
             "heard_s_ago": now - replica.heard_at,
+            "engine": None if replica.engine is None else asdict(replica.engine),
         }

@@ -102,6 +102,7 @@ class Reporter:
             full=news.full,
             added=tuple(news.added),
             evicted=tuple(news.evicted),
+            engine=stats,
         )
         self._before, self._ended, self._finished, self._finished_tokens = stats, [], 0, 0
         self._under_way, self._dirty, self.due_at = True, False, math.inf

@@ -26,6 +26,7 @@ from .autoscaling import DrainTime
 from .board import Board
 from .engine_deployment import Engine, EngineSpec, LoadedEngine
 from .replica_router import BOARD, BoardRouter
+from .response_store import STORE, ResponseStore
 from .router_deployment import router_deployment
 
 __all__ = ["AppArgs", "EngineArgs", "PoolArgs", "RouterArgs", "RoutingArgs", "build", "parse_args"]
@@ -71,6 +72,7 @@ def application(
         engine=engine,
         slots=args.slots_per_replica,
         step_timeout_s=args.pool.step_timeout_s,
+        tracing=args.tracing,
         load=load,
     )
     engines: Any = serve.deployment(name="Engine")(Engine).options(**engine_options(args, engine))
@@ -137,6 +139,7 @@ def router_options(args: AppArgs) -> dict[str, Any]:
     surges = "max_surge_percent" in inspect.signature(serve.deployment).parameters
     return {
         **({"max_surge_percent": 100} if surges else {}),
+        **_shared_store(args),
         "num_replicas": args.router.num_replicas,
         "max_ongoing_requests": args.router.max_ongoing_requests,
         "max_queued_requests": -1,
@@ -146,6 +149,15 @@ def router_options(args: AppArgs) -> dict[str, Any]:
         "health_check_period_s": args.pool.health_check_period_s,
         "health_check_timeout_s": args.pool.health_check_timeout_s,
     }
+
+
+def _shared_store(args: AppArgs) -> dict[str, Any]:
+    """Several Routers keep stored responses in one actor; a single one keeps them itself."""
+    limit = args.router.stored_response_bytes
+    if args.router.num_replicas == 1 or not limit:
+        return {}
+    actor: Any = ray.remote(num_cpus=0, max_concurrency=10_000)(ResponseStore)  # type: ignore[call-overload]
+    return {"deployment_actors": [DeploymentActorConfig(name=STORE, actor_class=actor, init_args=(limit,))]}
 
 
 def _replicas(pool: PoolArgs) -> dict[str, Any]:

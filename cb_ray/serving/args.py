@@ -7,6 +7,7 @@ error that names the setting by its path (`pool.max_replicas`). Knows nothing of
       ├── routing: RoutingArgs   which replica a request goes to
       ├── pool:    PoolArgs      how many replicas, what each takes, when one is given up
       ├── router:  RouterArgs    the HTTP side
+      ├── tracing: TracingArgs   where OpenTelemetry spans go
       └── engine:  EngineArgs    any ContinuousBatchingConfig field, and where it runs
 """
 
@@ -80,28 +81,59 @@ class PoolArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterArgs:
-    """The HTTP side: how many Router replicas, who may call, and how long a request may take."""
+    """The HTTP side: how many Router replicas, who may call, what may be asked, and what is told. Times are seconds; None: no bound."""
 
     num_replicas: int = 1
     num_cpus: float = 0.1  # what Ray's scheduler sets aside for one Router; no limit on what it uses
     max_ongoing_requests: int = 4096
     num_tokenizer_threads: int = 4
     max_failovers: int = 3  # how often a stream moves on when its replica dies
-    request_timeout_s: float | None = None
-    api_keys: tuple[str, ...] = ()  # none: everyone may call
+    # who may call
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # neither keys nor a file: everyone may call
+    api_keys_file: str | None = None  # one key a line, or tenants; read again when it changes
     cors_origins: tuple[str, ...] = ()
+    # what may be asked
+    max_body_bytes: int = 32 * 2**20
+    max_prompt_tokens: int | None = None
+    max_output_tokens: int | None = None  # also the limit of requests that name none
+    max_choices: int = 128  # n times the number of prompts
+    max_logprobs: int = 20
+    unknown_parameters: Literal["refuse", "warn"] = "refuse"  # warn: left out, and named in X-Cb-Ray-Warning
+    # how long, and how much memory
+    request_timeout_s: float | None = None
+    body_timeout_s: float | None = 60.0  # for a body to arrive
+    keep_alive_s: float | None = 15.0  # a stream that waits longer for its first token gets headers, and a comment so often
+    send_timeout_s: float = 60.0  # a stream whose client takes nothing for so long is ended
+    max_unread_bytes: int = 2**20  # events of one stream that are made and not read; more end it
+    stored_response_bytes: int = 64 * 2**20  # memory for stored responses; 0: none are stored
+    # what is told
+    extension_fields: bool = False  # `cb_ray` in every answer, not only on X-Cb-Ray-Debug
+    access_log: bool = False  # a line of JSON for each request on the Router's standard output
+    vllm_metric_names: bool = True  # /metrics has vLLM's names as well
+    ray_metrics: bool = True  # the same numbers in Ray's own metrics, from every Router
 
     def __post_init__(self) -> None:
-        for name in ("num_replicas", "max_ongoing_requests", "num_tokenizer_threads"):
-            _require(getattr(self, name) >= 1, f"router.{name}", getattr(self, name), "1 or more")
-        _require(self.num_cpus >= 0, "router.num_cpus", self.num_cpus, "0 or more")
-        _require(self.max_failovers >= 0, "router.max_failovers", self.max_failovers, "0 or more")
-        _require(
-            self.request_timeout_s is None or self.request_timeout_s > 0,
-            "router.request_timeout_s",
-            self.request_timeout_s,
-            "above 0",
-        )
+        at_least_one = ("num_replicas", "max_ongoing_requests", "num_tokenizer_threads", "max_body_bytes", "max_choices")
+        for name in (*at_least_one, "max_unread_bytes", "max_prompt_tokens", "max_output_tokens"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"router.{name}", value, "1 or more")
+        for name in ("num_cpus", "max_failovers", "stored_response_bytes"):
+            _require(getattr(self, name) >= 0, f"router.{name}", getattr(self, name), "0 or more")
+        _require(0 <= self.max_logprobs <= 20, "router.max_logprobs", self.max_logprobs, "between 0 and 20")
+        for name in ("request_timeout_s", "body_timeout_s", "keep_alive_s", "send_timeout_s"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"router.{name}", value, "above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracingArgs:
+    """OpenTelemetry: spans from the door to the engine. Needs the extra `otel`."""
+
+    otlp_endpoint: str | None = None  # such as http://collector:4318/v1/traces; None: off
+    sample_ratio: float = 1.0  # of the traces that begin here; a client's own traceparent decides for itself
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.sample_ratio <= 1, "tracing.sample_ratio", self.sample_ratio, "between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +188,7 @@ class AppArgs:
     routing: RoutingArgs = field(default_factory=RoutingArgs)
     pool: PoolArgs = field(default_factory=PoolArgs)
     router: RouterArgs = field(default_factory=RouterArgs)
+    tracing: TracingArgs = field(default_factory=TracingArgs)
     engine: EngineArgs = field(default_factory=EngineArgs)
 
     def __post_init__(self) -> None:

@@ -15,8 +15,10 @@ when it comes round, and tells it at once when the Board dies.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +35,8 @@ from .replica_router import watch_replicas
 logger = logging.getLogger("ray.serve")
 
 _DECISIONS_KEPT = 2048
+_DECISION_S = (5e-05, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
+_WAIT_S = (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 @dataclass(slots=True)
@@ -41,6 +45,21 @@ class _Mailbox:
 
     news: list[Granted | Expired] = field(default_factory=list["Granted | Expired"])
     filled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Buckets:
+    """A histogram as plain counts: values of at most each bound, and those above all."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds, self._counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(bound, how many are not above it), as Prometheus has it."""
+        return list(zip([*map(str, self._bounds), "+Inf"], itertools.accumulate(self._counts), strict=True))
 
 
 class BoardState:
@@ -53,6 +72,7 @@ class BoardState:
         self._timer: asyncio.TimerHandle | None = None
         self._due_at = 0.0  # the deadline that the timer is for
         self._asked: dict[str, str] = {}  # ticket of one who waits → its request
+        self._times = {"decision_s": Buckets(_DECISION_S), "line_wait_s": Buckets(_WAIT_S)}
         self.decisions: OrderedDict[str, Granted] = OrderedDict()  # the last ones, by request
 
     @property
@@ -60,7 +80,9 @@ class BoardState:
         return self._clock()
 
     def acquire(self, ask: Ask) -> Granted | Queued | Refused:
+        began = time.perf_counter()
         answer = self.pool.acquire(self.now, ask)
+        self._times["decision_s"].observe(time.perf_counter() - began)
         if isinstance(answer, Granted):
             self._remember(ask.request_id, answer)
         elif isinstance(answer, Queued):
@@ -102,7 +124,13 @@ class BoardState:
             mailbox.filled.set()
         self._arm()
 
+    def snapshot(self) -> dict[str, object]:
+        """The pool's counts, and how long decisions and waiting took."""
+        times = {name: {"buckets": times.cumulative(), "sum": times.total} for name, times in self._times.items()}
+        return {**self.pool.snapshot(self.now), "times": times}
+
     def _remember(self, request_id: str, granted: Granted) -> None:
+        self._times["line_wait_s"].observe(granted.waited_s)
         self.decisions[request_id] = granted
         while len(self.decisions) > _DECISIONS_KEPT:
             self.decisions.popitem(last=False)
@@ -184,7 +212,7 @@ class BoardActor:
         return self._state.decisions.get(request_id)
 
     async def snapshot(self) -> dict[str, object]:
-        return self._pool.snapshot(self._state.now)
+        return self._state.snapshot()
 
     def _set_members(self, replicas: Sequence[tuple[str, dict[str, object]]]) -> None:
         """Serve's own list of running replicas, with what each said of itself.

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ray import serve
@@ -27,9 +27,10 @@ from ..messages import EngineStats, GenerateRequest, RequestStatus, SamplingPara
 from ..routing.members import Beat, BeatReply
 from ..routing.pool import PoolLimits
 from ..routing.reporter import PageNews
-from .args import EngineArgs
+from .args import EngineArgs, TracingArgs
 from .pulse import Pulse
 from .replica_router import BOARD
+from .tracing import Tracing
 
 logger = logging.getLogger("ray.serve")
 
@@ -64,6 +65,7 @@ class EngineSpec:
     engine: EngineArgs
     slots: int
     step_timeout_s: float = 120.0
+    tracing: TracingArgs = field(default_factory=TracingArgs)
     load: Callable[[EngineSpec], LoadedEngine] | None = None
 
 
@@ -74,6 +76,7 @@ class Engine:
         """Loads the model and makes one token. Raises whatever keeps it from serving, so that Serve shows it and tries again."""
         self._spec = spec
         self._replica = serve.get_replica_context().replica_tag
+        self._tracing = Tracing.of(spec.tracing, "cb-ray-engine")
         self._loaded = await asyncio.to_thread(spec.load or _load_model, spec)
         self._engine = self._loaded.engine
         self._engine.start()
@@ -92,20 +95,24 @@ class Engine:
             pages=self._loaded.pages,
         )
 
-    async def generate(self, request: GenerateRequest, attempt: int = 0) -> AsyncGenerator[TokenChunk]:
+    async def generate(self, request: GenerateRequest, attempt: int = 0, queued_s: float = 0.0) -> AsyncGenerator[TokenChunk]:
         """The chunks of one request: the first at once, later ones merged when the reader is late; the last has `usage`.
 
-        Closing the generator cancels the request in the engine. `attempt` counts the times a caller has tried before.
+        Closing the generator cancels the request in the engine. `attempt` counts the times a caller has tried before, `queued_s`
+        the seconds that it waited in the pool's line, which count as queue time in `usage`.
         Raises InvalidRequestError, QueueFullError and EngineStoppedError before the first chunk; later failures are in a chunk.
         """
         last: TokenChunk | None = None
         self._pulse.begin(request.request_id)
         try:
-            async with contextlib.aclosing(self._engine.chunks(request)) as chunks:  # type: ignore[type-var]
+            source: Any = self._engine.chunks(request)
+            if self._tracing.is_on and request.traceparent:
+                source = self._tracing.around(request, source, queued_s, self._replica)
+            async with contextlib.aclosing(source) as chunks:
                 async for chunk in chunks:
                     self._pulse.moved(request.request_id, len(chunk.token_ids))
                     last = chunk
-                    yield chunk
+                    yield _with_wait(chunk, queued_s) if queued_s else chunk
         finally:
             self._pulse.end(request.request_id, finished=last is not None and last.status == RequestStatus.FINISHED)
 
@@ -180,6 +187,13 @@ class Engine:
         except (RayActorError, ValueError):  # it has died, and may not have been made anew yet
             self._board = None
             return None
+
+
+def _with_wait(chunk: TokenChunk, queued_s: float) -> TokenChunk:
+    """The chunk with what was waited before the engine heard of the request as part of its queue time."""
+    if chunk.usage is None:
+        return chunk
+    return replace(chunk, usage=replace(chunk.usage, created_time=chunk.usage.created_time - queued_s))
 
 
 def _load_model(spec: EngineSpec) -> LoadedEngine:

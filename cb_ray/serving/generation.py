@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self, TypeVar
 
 from ..errors import ReplicaLostError, RequestCancelledError
-from ..messages import GenerateRequest, RequestStatus, TokenChunk
-from ..text.detokenizer import TextDelta, TextStream, TokenInfo
+from ..messages import GenerateRequest, RequestStatus, TokenChunk, TopLogprobs, Usage
+from ..text.detokenizer import TextDelta, TokenInfo
 from .metrics import Metrics
 
 T = TypeVar("T")
@@ -29,6 +29,17 @@ class TokenSource(Protocol):
         ...
 
 
+class ChunkReader(Protocol):
+    """What makes deltas of chunks: `TextStream`, or the reader of a dialect without text."""
+
+    num_tokens: int
+    usage: Usage | None
+    prompt_logprobs: tuple[float | None, ...] | None
+    prompt_top_logprobs: tuple[TopLogprobs, ...] | None
+
+    def feed(self, chunk: TokenChunk) -> TextDelta: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """One sequence of a request: what is asked of the engine, and how its tokens become text. `prompt`: number of its prompt."""
@@ -36,7 +47,7 @@ class Choice:
     index: int
     prompt: int = 0
     request: GenerateRequest
-    text: TextStream
+    text: ChunkReader
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +57,7 @@ class Written:
     text: str = ""
     tokens: list[TokenInfo] = field(default_factory=list[TokenInfo])
     finish_reason: str | None = None
+    stop: str | int | None = None  # the stop string or stop token that ended it
 
 
 async def deltas(source: TokenSource, choices: Sequence[Choice], metrics: Metrics) -> AsyncGenerator[tuple[Choice, TextDelta]]:
@@ -80,7 +92,7 @@ async def collect(source: TokenSource, choices: Sequence[Choice], metrics: Metri
             answer = written[choice.index]
             answer.text += delta.text
             answer.tokens += delta.tokens
-            answer.finish_reason = delta.finish_reason
+            answer.finish_reason, answer.stop = delta.finish_reason, delta.stop
     return [written[choice.index] for choice in choices]
 
 
@@ -119,8 +131,9 @@ async def _one(source: TokenSource, choice: Choice, metrics: Metrics) -> AsyncGe
                     raise chunk.error
                 if chunk.status is RequestStatus.CANCELLED:
                     raise RequestCancelledError(choice.request.request_id)
-                count.first()
+                count.chunk(len(chunk.token_ids))
                 delta = choice.text.feed(chunk)
+                count.reason = delta.finish_reason
                 if delta.text or delta.tokens or delta.finish_reason:
                     yield delta
                 if delta.finish_reason:
@@ -131,31 +144,44 @@ async def _one(source: TokenSource, choice: Choice, metrics: Metrics) -> AsyncGe
 
 
 class _Count:
-    """One request in the metrics: waiting until `first()`, running from then on, gone and added up when the block ends."""
+    """One request in the metrics: waiting until its first chunk, running from then on, gone and added up when the block ends."""
 
     def __init__(self, metrics: Metrics, choice: Choice) -> None:
         self._metrics, self._choice = metrics, choice
-        self._began = time.monotonic()
-        self._waits = choice.request.stream  # a request that answers whole tells nothing until its end
+        self._began = self._last = time.monotonic()
+        self._first: float | None = None
+        self._waits = self._streams = choice.request.stream  # a request that answers whole tells nothing until its end
+        self.reason: str | None = None
 
     def __enter__(self) -> Self:
         self._metrics.waiting += self._waits
         self._metrics.running += not self._waits
         return self
 
-    def first(self) -> None:
+    def chunk(self, num_tokens: int) -> None:
         """A chunk has come."""
+        now = time.monotonic()
         if self._waits:
             self._waits = False
             self._metrics.waiting -= 1
             self._metrics.running += 1
-            self._metrics.first_token.observe(time.monotonic() - self._began)
+            self._metrics.first_token(now - self._began)
+            self._first = now
+        elif self._streams and num_tokens:
+            self._metrics.delivery(now - self._last, num_tokens)
+        self._last = now
 
     def __exit__(self, *exc: object) -> None:
         metrics, text = self._metrics, self._choice.text
         metrics.waiting -= self._waits
         metrics.running -= not self._waits
-        metrics.duration.observe(time.monotonic() - self._began)
-        metrics.prompt_tokens += len(self._choice.request.token_ids)
-        metrics.generated_tokens += text.num_tokens
-        metrics.cached_tokens += text.usage.num_cached_tokens if text.usage else 0
+        metrics.ended(
+            seconds=time.monotonic() - self._began,
+            prompt_tokens=len(self._choice.request.token_ids),
+            generated_tokens=text.num_tokens,
+            cached_tokens=text.usage.num_cached_tokens if text.usage else 0,
+            preemptions=text.usage.num_preemptions if text.usage else 0,
+            queue_s=text.usage.queue_time if text.usage else None,
+            since_first_s=None if self._first is None else self._last - self._first,
+            reason=self.reason,
+        )

@@ -1,6 +1,6 @@
 """What the two OpenAI dialects share: reading a body strictly, and turning its fields into SamplingParams.
 
-Owns the common request fields, the error envelope and the usage object. Every field that is not listed here or in a dialect
+Owns the common request fields and the usage object. Every field that is not listed here or in a dialect
 is refused by name, and so is a listed one that this server cannot honour: nothing is silently ignored. Knows pydantic and the
 messages; no sockets, no Ray.
 """
@@ -8,12 +8,12 @@ messages; no sockets, no Ray.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from ..errors import CbRayError, InvalidRequestError, nearest
+from ..errors import InvalidRequestError, nearest
 from ..grammar import Grammar
 from ..messages import SamplingParams, Usage
 from .served_model import ServedModel
@@ -95,16 +95,47 @@ class GenerationBody(StrictModel):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-def parse_body(kind: type[Body], raw: bytes) -> Body:
-    """A body as `kind`. Raises InvalidRequestError whose `param` is the path of the first fault."""
+def parse_body(kind: type[Body], raw: bytes, ignored: list[str] | None = None) -> Body:
+    """A body as `kind`. Raises InvalidRequestError whose `param` is the path of the first fault.
+
+    With a list for `ignored`, fields that are unknown or not supported are left out instead, and their paths put there.
+    """
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        raise _explain(kind, error) from None
+        if ignored is None:
+            raise _explain(kind, error) from None
+        return _parse_leniently(kind, raw, ignored)
 
 
-def _explain(kind: type[BaseModel], error: ValidationError) -> InvalidRequestError:
-    fault = error.errors(include_url=False, include_context=False)[0]
+_IGNORABLE = {"extra_forbidden", "none_required"}
+
+
+def _parse_leniently(kind: type[Body], raw: bytes, ignored: list[str]) -> Body:
+    value, rounds = None, 0
+    while True:
+        try:
+            return kind.model_validate_json(raw if value is None else json.dumps(value))
+        except ValidationError as error:
+            faults = error.errors(include_url=False, include_context=False)
+            places = [fault["loc"] for fault in faults if fault["type"] in _IGNORABLE]
+            if not places or len(places) < len(faults) or rounds == 8:
+                raise _explain(kind, error, skip=_IGNORABLE if len(places) < len(faults) else frozenset()) from None
+        value, rounds = json.loads(raw) if value is None else value, rounds + 1
+        for place in places:
+            _leave_out(value, place)
+            ignored.append(_path(place))
+
+
+def _leave_out(value: Any, place: tuple[str | int, ...]) -> None:
+    *rooms, last = [part for part in place if isinstance(part, int) or not part.startswith("(")]
+    for room in rooms:
+        value = value[room]
+    value.pop(last, None)
+
+
+def _explain(kind: type[BaseModel], error: ValidationError, skip: Collection[str] = ()) -> InvalidRequestError:
+    fault = next(fault for fault in error.errors(include_url=False, include_context=False) if fault["type"] not in skip)
     param = _path(fault["loc"])
     what, message, found = fault["type"], fault["msg"], fault.get("input")
     if what == "json_invalid":
@@ -214,9 +245,3 @@ def usage_object(
 def plain_logprob(value: float) -> float:
     """A log-probability that JSON can write: never above 0, never minus infinity, never NaN."""
     return min(0.0, max(_LOWEST_LOGPROB, value)) if value == value else _LOWEST_LOGPROB
-
-
-def error_object(error: CbRayError) -> dict[str, Any]:
-    """The OpenAI envelope of an error."""
-    fields = {"message": str(error), "type": error.openai_type, "param": getattr(error, "param", None), "code": error.code}
-    return {"error": fields}

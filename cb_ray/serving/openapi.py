@@ -1,11 +1,12 @@
 """The OpenAPI description: bodies are read from raw bytes, strictly, so their schemas are told to FastAPI here.
 
-Owns that one addition. Knows pydantic models and FastAPI; no handlers.
+Owns what the description says beyond the routes themselves: request bodies, answers, errors, keys. Knows pydantic models and
+FastAPI; no handlers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,46 +14,64 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+from .answers import ANSWERS, AnthropicErrorAnswer, ErrorAnswer
+from .envelopes import speaks_anthropic
+from .routes import Route
+
+_TEMPLATE = "#/components/schemas/{model}"
 
 
-def describe(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> None:
-    """Make `app.openapi()` show the JSON body of each POST route in `bodies`, and the error envelope of every route."""
+def describe(app: FastAPI, routes: Iterable[Route]) -> None:
+    """Make `app.openapi()` show the JSON body and answer of each route, and the errors of its API."""
+    routes = tuple(routes)
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _schema(app, bodies)
+            app.openapi_schema = _schema(app, routes)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _schema(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
+def _schema(app: FastAPI, routes: tuple[Route, ...]) -> dict[str, Any]:
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    template = "#/components/schemas/{model}"
-    places, shared = models_json_schema([(body, "validation") for body in bodies.values()], ref_template=template)
-    components = schema.setdefault("components", {}).setdefault("schemas", {})
-    components.update(shared.get("$defs", {}), Error=_ERROR)
-    for path, body in bodies.items():
-        content = {"application/json": {"schema": places[body, "validation"]}}
-        schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
-    failure = {"description": "An error", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
-    for operations in schema["paths"].values():
-        for operation in operations.values():
-            operation["responses"] |= {"4XX": failure, "5XX": failure}
+    bodies: list[type[BaseModel]] = list(dict.fromkeys(route.body for route in routes if route.body is not None))
+    answers: list[type[BaseModel]] = list(dict.fromkeys([*ANSWERS.values(), ErrorAnswer, AnthropicErrorAnswer]))
+    modes = [*((model, "validation") for model in bodies), *((model, "serialization") for model in answers)]
+    places, shared = models_json_schema(modes, ref_template=_TEMPLATE)  # type: ignore[arg-type]
+    components = schema.setdefault("components", {})
+    components.setdefault("schemas", {}).update(shared.get("$defs", {}))
+    components["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    schema["security"] = [{}, {"bearer": []}, {"x-api-key": []}]
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which no route of ours gives
+        components["schemas"].pop(name, None)
+    for route in routes:
+        operation = schema["paths"][route.path.replace(":path", "")][route.method.lower()]
+        if route.body is not None:
+            content = {"application/json": {"schema": places[route.body, "validation"]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        operation["responses"] = _responses(route, places)
+        operation["parameters"] = [
+            *(parameter for parameter in operation.get("parameters", ()) if parameter["in"] == "path"),
+            {"name": "X-Request-Id", "in": "header", "schema": {"type": "string"}, "description": "Comes back on the response."},
+        ]
     return schema
+
+
+def _responses(route: Route, places: Any) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    answer = ANSWERS.get((route.method, route.path))
+    if answer is not None:
+        content["application/json"] = {"schema": places[answer, "serialization"]}
+    elif route.answers is None:
+        content["application/json"] = {"schema": {"type": "object"}}
+    if route.answers is not None:
+        content[route.answers] = {"schema": {"type": "string"}}
+    error = AnthropicErrorAnswer if speaks_anthropic(route.path) else ErrorAnswer
+    failure = {"description": "An error", "content": {"application/json": {"schema": places[error, "serialization"]}}}
+    if route.path == "/v1/embeddings":
+        return {"4XX": failure, "501": failure}
+    return {"200": {"description": "The answer", "content": content}, "4XX": failure, "5XX": failure}

@@ -1,6 +1,6 @@
 """`PoolView`: what the HTTP side of a Router asks the Board: a place before it tokenizes, and why things are as they are.
 
-Owns the `Pool`-side protocol of the door and its Prometheus text. A Board that cannot be reached costs nobody a request: places
+Owns the `Pool`-side protocol of the door. A Board that cannot be reached costs nobody a request: places
 are then not kept (the request itself is admitted or refused later), and there is nothing to explain.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from ray.exceptions import RayActorError
 
 from ..errors import QueueFullError
@@ -63,11 +61,6 @@ class PoolView:
         """Counts of the whole pool."""
         return await self._ask("snapshot")
 
-    async def metrics(self) -> bytes:
-        """The snapshot in Prometheus' text format; empty when there is none."""
-        counts = await self.snapshot()
-        return b"" if counts is None else prometheus_text(counts)
-
     async def _ask(self, method: str, *args: Any) -> Any:
         with contextlib.suppress(RayActorError):
             if self._board is None:
@@ -97,38 +90,3 @@ def as_dict(decision: RoutingDecision) -> dict[str, Any]:
         "prices_s": {replica: round(price, 6) for replica, price in decision.prices.items()},
         "predicted_cached_tokens": decision.cached_tokens,
     }
-
-
-def prometheus_text(counts: Mapping[str, Any]) -> bytes:
-    registry = CollectorRegistry()
-    registry.register(_Counts(counts))  # type: ignore[arg-type]
-    return generate_latest(registry)
-
-
-class _Counts:
-    """A snapshot as metric families."""
-
-    def __init__(self, counts: Mapping[str, Any]) -> None:
-        self._counts = counts
-
-    def collect(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
-        counts, replicas = self._counts, self._counts["replicas"]
-        families: list[GaugeMetricFamily | CounterMetricFamily] = [
-            GaugeMetricFamily("cb_ray_pool_waiting", "Requests in the waiting line.", value=counts["waiting"]),
-            GaugeMetricFamily("cb_ray_pool_waiting_limit", "max_queue_size; 0: no bound.", value=counts["limit"]),
-            GaugeMetricFamily("cb_ray_pool_owed_seconds", "Work owed, in seconds of one replica.", value=counts["owed_s"]),
-            GaugeMetricFamily("cb_ray_pool_replicas", "Replicas that may be granted requests.", value=len(replicas)),
-            GaugeMetricFamily("cb_ray_pool_index_pages", "Pages in the prefix index.", value=counts["index_pages"]),
-        ]
-        for name, value in counts["counters"].items():
-            families.append(CounterMetricFamily(f"cb_ray_pool_{name}", "See docs/pool.md.", value=value))
-        reasons = CounterMetricFamily("cb_ray_pool_decisions", "Grants by reason.", labels=["reason"])
-        for reason, value in counts["reasons"].items():
-            reasons.add_metric([reason], value)
-        families.append(reasons)
-        for name in ("leases", "stalled", "owed_s", "cache_used"):
-            family = GaugeMetricFamily(f"cb_ray_replica_{name}", "Of one replica, as the Board knows it.", labels=["replica"])
-            for replica, facts in replicas.items():
-                family.add_metric([replica], facts[name])
-            families.append(family)
-        return families

@@ -128,6 +128,8 @@ class BoardRouter(FIFOMixin, RequestRouter):
             except BoardLostError:
                 return await self._choose_alone(pending, is_retry)
             _put_ticket(pending, ask.ticket)
+            if grant.waited_s:
+                pending.kwargs["queued_s"] = grant.waited_s  # the engine tells it with the usage, as part of the queue time
             _on_end_of_task(lambda: self._give_back(pending))
             replica = await self._replica(grant.replica)
             if replica is not None:

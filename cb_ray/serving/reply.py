@@ -6,7 +6,7 @@ Owns the frame of an OpenAI answer (id, created, model, usage) and of its event 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from pydantic_core import to_json
 from ..errors import CbRayError
 from ..messages import Usage
 from ..text.detokenizer import TextDelta
+from .envelopes import error_object
 from .generation import Choice, Written
-from .openai import error_object, usage_object
+from .openai import usage_object
 from .served_model import ServedModel
 
 DONE = b"data: [DONE]\n\n"
@@ -47,6 +48,7 @@ class Reply:
         self, head: ReplyHead, choices: Sequence[Choice], *, include_usage: bool = False, running_usage: bool = False
     ) -> None:
         self.head, self.choices = head, choices
+        self.extras: Callable[[], dict[str, Any]] | None = None  # how it was made, for a client that may see that
         self._include_usage, self._running_usage = include_usage, running_usage
 
     def events(self, choice: Choice, delta: TextDelta) -> Iterable[dict[str, Any]]:
@@ -79,21 +81,28 @@ class Reply:
     def answer(self, written: Sequence[Written]) -> dict[str, Any]:
         """The whole answer, from what each of `choices` wrote."""
         objects = [self.whole(choice, words) for choice, words in zip(self.choices, written, strict=True)]
-        return self._frame(self.kind, objects) | {"usage": self.usage()}
+        return self._frame(self.kind, objects) | {"usage": self.usage()} | self._more()
+
+    async def settle(self, written: Sequence[Written] | None = None) -> None:
+        """All has been generated (`written`, unless it was streamed), and the last word is not sent yet. Most keep nothing."""
 
     def stream_events(self, choice: Choice, delta: TextDelta) -> bytes:
         """The events that a delta adds to the stream, as bytes of an event stream."""
         return b"".join(self._event([piece]) for piece in self.events(choice, delta))
 
     def stream_end(self) -> bytes:
-        """The last events: the usage, if it was asked for, and [DONE]."""
-        if not self._include_usage:
+        """The last events: the usage, and how the answer was made, so far as these were asked for, and [DONE]."""
+        if not self._include_usage and self.extras is None:
             return DONE
-        return _data(self._frame(self.chunk_kind, []) | {"usage": self.usage()}) + DONE
+        usage = {"usage": self.usage()} if self._include_usage else {}
+        return _data(self._frame(self.chunk_kind, []) | usage | self._more()) + DONE
 
     def stream_error(self, error: CbRayError) -> bytes:
         """The event that ends a stream which failed on its way. No [DONE] follows: the answer is not whole."""
         return _data(error_object(error))
+
+    def _more(self) -> dict[str, Any]:
+        return {} if self.extras is None else {"cb_ray": self.extras()}
 
     def _event(self, choices: list[dict[str, Any]]) -> bytes:
         event = self._frame(self.chunk_kind, choices)

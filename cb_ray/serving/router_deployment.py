@@ -10,27 +10,34 @@ request is decided inside the engine's handle (`replica_router.py`); nothing her
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..engine.model_source import resolve_model
 from ..errors import InvalidRequestError, nearest
 from ..grammar import Grammar
 from ..messages import GenerateRequest, SamplingParams, TokenChunk, as_token_ids
+from .args import AppArgs, RouterArgs
 from .handle_source import HandleSource
-from .http import DoorSettings, build_http_app
+from .http import build_http_app
+from .metrics import Metrics
+from .middleware import log_to_stdout
 from .pool_view import view_of
+from .ray_metrics import RayMirror
+from .response_store import STORE, StoreClient
 from .served_model import ServedModel
+from .settings import DoorSettings
 from .steady_source import SteadySource
+from .tracing import Tracing
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from ray.serve import Deployment
     from ray.serve.handle import DeploymentHandle
-
-    from .args import AppArgs
 
 
 class Router:
@@ -42,14 +49,24 @@ class Router:
         Raises ConfigError and ModelSourceError when the model cannot be found, UnsupportedModelError for its tokenizer.
         """
         local = resolve_model(args.model, progress=False)
-        self.model = ServedModel.load(local.path, args.model_name, args.engine.max_model_len)
-        self._source = SteadySource(HandleSource(engine), args.router.max_failovers)
+        loaded = ServedModel.load(local.path, args.model_name, args.engine.max_model_len)
+        self.model = replace(loaded, max_prompt_tokens=args.router.max_prompt_tokens)
+        self._source = SteadySource(HandleSource(engine), args.router.max_failovers, self._moved)
         pool = view_of(engine.app_name, engine.deployment_name)
-        self.http = build_http_app(self.model, self._source, door_settings(args), pool)
+        self.http = build_http_app(self.model, self._source, door_settings(args), pool, shared_store(args))
+        self._metrics: Metrics = self.http.state.door.metrics
+        self.http.state.door.tracing = Tracing.of(args.tracing, "cb-ray-router")
+        if args.router.ray_metrics:
+            self._metrics.mirror = RayMirror(self.model.name)
+        if args.router.access_log:
+            log_to_stdout()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve asks for the ASGI application once the Router is made."""
         return self.http
+
+    def _moved(self) -> None:
+        self._metrics.failovers.inc()
 
     async def generate(self, request: GenerateRequest | Mapping[str, Any] | Sequence[int]) -> AsyncGenerator[TokenChunk]:
         """Tokens in, tokens out, for handle calls: `handle.options(stream=True).generate.remote([1, 2, 3])`.
@@ -73,13 +90,26 @@ def router_deployment() -> Deployment:
 def door_settings(args: AppArgs) -> DoorSettings:
     """The door's settings in an app. Serve's proxies add X-Request-Id to responses, so the door does not."""
     router = args.router
-    return DoorSettings(
-        num_tokenizer_threads=router.num_tokenizer_threads,
-        api_keys=router.api_keys,
-        cors_origins=router.cors_origins,
-        request_timeout_s=router.request_timeout_s,
-        adds_request_id=False,
-    )
+    same = {name: getattr(router, name) for name in _names(DoorSettings) & _names(RouterArgs)}
+    ignores = router.unknown_parameters == "warn"
+    return DoorSettings(**same, num_routers=router.num_replicas, ignores_unknown=ignores, adds_request_id=False)
+
+
+def shared_store(args: AppArgs) -> StoreClient | None:
+    """The store that several Routers share; None: each keeps responses itself, which is right for a single one."""
+    if args.router.num_replicas == 1 or not args.router.stored_response_bytes:
+        return None
+
+    async def find() -> Any:
+        from ray import serve
+
+        return await asyncio.to_thread(serve.get_deployment_actor, STORE)
+
+    return StoreClient(find)
+
+
+def _names(cls: type) -> set[str]:
+    return {spec.name for spec in fields(cls)}
 
 
 def as_request(value: GenerateRequest | Mapping[str, Any] | Sequence[int], model: ServedModel) -> GenerateRequest:

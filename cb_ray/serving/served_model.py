@@ -29,6 +29,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...] = ()
     defaults: Mapping[str, float] = field(default_factory=dict[str, float])
     created: int = field(default_factory=lambda: int(time.time()))
+    max_prompt_tokens: int | None = None  # the operator's bound; None: the context's
     version: str = ""  # whatever changes answers: goes into the fingerprint
 
     @classmethod
@@ -75,6 +76,13 @@ class ServedModel:
 
         `num_tokens` may be a lower bound: what is refused by the bound would be refused by the count.
         """
+        most = self.max_prompt_tokens
+        if most is not None and num_tokens > most:
+            raise InvalidRequestError(
+                f"this server takes prompts of at most {most} tokens, but the {param} made {num_tokens} or more; shorten it",
+                param=param,
+                code="prompt_too_long",
+            )
         limit = self.context_length
         if limit is None:
             return

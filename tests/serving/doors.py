@@ -20,13 +20,15 @@ import uvicorn
 from fastapi import FastAPI
 
 from cb_ray.messages import GenerateRequest, RequestStatus, TokenChunk, Usage
-from cb_ray.serving.http import DoorSettings, build_http_app
+from cb_ray.serving.http import build_http_app
 from cb_ray.serving.served_model import ServedModel
+from cb_ray.serving.settings import DoorSettings
 from cb_ray.text.codec import TextCodec
 from tests.tiny import make_tokenizer
 
 CONTEXT = 200
 EOS = 3  # <|im_end|>
+JSON = "application/json"
 
 
 def make_model(**changes: Any) -> ServedModel:
@@ -36,7 +38,7 @@ def make_model(**changes: Any) -> ServedModel:
     return ServedModel(**{**fields, **changes})
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class FakeSource:
     """Answers every request with `says` and an end-of-sequence, as far as it may, one token a chunk.
 
@@ -172,7 +174,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 class Exchange:
     """One POST by hand: what the app sends is in `sent`, and the client leaves when told to."""
 
-    def __init__(self, app: FastAPI, path: str, body: Any) -> None:
+    def __init__(self, app: FastAPI, path: str, body: Any, headers: Mapping[str, str] | None = None) -> None:
         self.sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
@@ -186,7 +188,7 @@ class Exchange:
             "query_string": b"",
             "root_path": "",
             "scheme": "http",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(name.encode(), value.encode()) for name, value in {"content-type": JSON, **(headers or {})}.items()],
             "client": ("127.0.0.1", 1),
             "server": ("door", 80),
         }

@@ -236,7 +236,7 @@ def test_errors_in_chunks_are_errors() -> None:
             error = InvalidRequestError("no such adapter", param="adapter")
             yield TokenChunk(request_id=request.request_id, status=RequestStatus.FAILED, finish_reason="failed", error=error)
 
-        door.app.state.door._source = type("Source", (), {"generate": staticmethod(generate)})()
+        door.source.generate = generate
         exchange = Exchange(door.app, CHAT, chat_body())
         return await exchange.sent.get()
 

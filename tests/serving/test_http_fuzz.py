@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from cb_ray.serving.chat_dialect import ChatBody
 from cb_ray.serving.completions_dialect import CompletionsBody
+from cb_ray.serving.generate_dialect import GenerateBody
+from cb_ray.serving.messages_dialect import CountTokensBody, MessagesBody
+from cb_ray.serving.responses_dialect import ResponsesBody
 from cb_ray.serving.tokenize_dialect import DetokenizeBody, TokenizeBody
 from tests.serving.doors import chat_body, error_of, make_door
 
@@ -43,9 +46,15 @@ def bodies(base: dict[str, Any], fields: Any) -> st.SearchStrategy[dict[str, Any
 
 
 COMPLETION = {"model": "tiny", "prompt": "a"}
+MESSAGE = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
+EXAMPLES = 10_000 if settings.get_current_profile_name() == "nightly" else 100
 CASES = {
     "/v1/chat/completions": bodies(chat_body(), ChatBody.model_fields),
     "/v1/completions": bodies(COMPLETION, CompletionsBody.model_fields),
+    "/v1/responses": bodies({"model": "tiny", "input": "a"}, ResponsesBody.model_fields),
+    "/v1/messages": bodies(MESSAGE, MessagesBody.model_fields),
+    "/v1/messages/count_tokens": bodies({"model": "tiny", "messages": MESSAGE["messages"]}, CountTokensBody.model_fields),
+    "/generate": bodies({"token_ids": [5]}, GenerateBody.model_fields),
     "/tokenize": bodies({}, TokenizeBody.model_fields),
     "/detokenize": bodies({}, DetokenizeBody.model_fields),
 }
@@ -55,28 +64,28 @@ def holds(path: str, body: bytes) -> None:
     response = DOOR.post(path, body)
     assert response.status_code < 500, response.text
     if response.status_code != 200:
-        error = error_of(response)
+        error = response.json()["error"] if path.startswith("/v1/messages") else error_of(response)
         assert error["message"] and "Traceback" not in error["message"]
         assert response.status_code in (400, 404, 413), response.text
 
 
 @pytest.mark.parametrize("path", CASES)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_odd_values_are_answered_or_refused(path: str, data: st.DataObject) -> None:
     """Any JSON in any field of any route."""
     holds(path, json.dumps(data.draw(CASES[path])).encode())
 
 
 @given(body=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_odd_bytes_are_refused(body: bytes) -> None:
     """Any bytes for a body."""
     holds("/v1/chat/completions", body)
 
 
 @given(cut=st.integers(0, 200), flip=st.integers(0, 200), to=st.integers(0, 255))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_damaged_requests_are_answered_or_refused(cut: int, flip: int, to: int) -> None:
     """A good request, cut short or with one byte changed."""
     body = bytearray(json.dumps(chat_body("🎉", stop=["a"], seed=1, stream=True), ensure_ascii=False).encode())

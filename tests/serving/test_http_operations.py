@@ -12,7 +12,7 @@ import pytest
 
 from cb_ray.errors import EngineFailedError
 from cb_ray.serving import http
-from cb_ray.serving.http import DoorSettings
+from cb_ray.serving.settings import DoorSettings
 from tests.serving.doors import CONTEXT, chat_body, error_of, gauge, make_door, make_model
 
 
