@@ -73,6 +73,7 @@ def application(
         slots=args.slots_per_replica,
         step_timeout_s=args.pool.step_timeout_s,
         tracing=args.tracing,
+        ray_metrics=args.router.ray_metrics,
         load=load,
     )
     engines: Any = serve.deployment(name="Engine")(Engine).options(**engine_options(args, engine))

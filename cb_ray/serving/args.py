@@ -110,7 +110,7 @@ class RouterArgs:
     extension_fields: bool = False  # `cb_ray` in every answer, not only on X-Cb-Ray-Debug
     access_log: bool = False  # a line of JSON for each request on the Router's standard output
     vllm_metric_names: bool = True  # /metrics has vLLM's names as well
-    ray_metrics: bool = True  # the same numbers in Ray's own metrics, from every Router
+    ray_metrics: bool = True  # the same numbers in Ray's own metrics, from every Router and engine
 
     def __post_init__(self) -> None:
         at_least_one = ("num_replicas", "max_ongoing_requests", "num_tokenizer_threads", "max_body_bytes", "max_choices")

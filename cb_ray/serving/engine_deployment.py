@@ -16,7 +16,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from ray import serve
@@ -29,6 +29,8 @@ from ..routing.pool import PoolLimits
 from ..routing.reporter import PageNews
 from .args import EngineArgs, TracingArgs
 from .pulse import Pulse
+from .pool_families import engine_numbers
+from .ray_metrics import RayMirror
 from .replica_router import BOARD
 from .tracing import Tracing
 
@@ -66,6 +68,7 @@ class EngineSpec:
     slots: int
     step_timeout_s: float = 120.0
     tracing: TracingArgs = field(default_factory=TracingArgs)
+    ray_metrics: bool = True
     load: Callable[[EngineSpec], LoadedEngine] | None = None
 
 
@@ -77,6 +80,7 @@ class Engine:
         self._spec = spec
         self._replica = serve.get_replica_context().replica_tag
         self._tracing = Tracing.of(spec.tracing, "cb-ray-engine")
+        self._mirror = RayMirror(spec.model) if spec.ray_metrics else None
         self._loaded = await asyncio.to_thread(spec.load or _load_model, spec)
         self._engine = self._loaded.engine
         self._engine.start()
@@ -182,6 +186,9 @@ class Engine:
         return self._board
 
     async def _send(self, beat: Beat) -> BeatReply | None:
+        if self._mirror is not None and beat.engine is not None:
+            for kind, name, value in engine_numbers(asdict(beat.engine), beat.cache_used):
+                self._mirror(kind, name, value, {})
         try:
             return await self._find_board().beat.remote(beat)
         except (RayActorError, ValueError):  # it has died, and may not have been made anew yet

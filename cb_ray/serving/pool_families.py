@@ -70,6 +70,13 @@ def pool_families(counts: Mapping[str, Any]) -> list[Metric]:
     return families
 
 
+def engine_numbers(stats: Mapping[str, Any], cache_used: float) -> list[tuple[str, str, float]]:
+    """What one engine counts as (kind, name, value), under the same names. Its totals are given as they stand: as gauges."""
+    names = {**_ENGINE_GAUGES, **{source: (f"{name}_total", text) for source, (name, text) in _ENGINE_COUNTERS.items()}}
+    numbers = [("gauge", f"cb_ray_replica_{name}", float(stats[source])) for source, (name, _) in names.items()]
+    return [*numbers, ("gauge", "cb_ray_replica_cache_used", cache_used)]
+
+
 def _per_replica(kind: type[Any], name: str, text: str, values: Mapping[str, float]) -> Metric:
     family = kind(f"cb_ray_replica_{name}", text, labels=["replica"])
     for replica, value in values.items():

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from cb_ray.errors import EngineFailedError
@@ -182,3 +183,56 @@ def test_the_description_is_whole() -> None:
         assert reference in schema["components"]["schemas"]
     assert "temperature" in schema["components"]["schemas"]["ChatBody"]["properties"]
     assert door.get("/docs").status_code == 200
+
+
+ASKED: list[tuple[str, str, Any]] = [
+    ("GET", "/v1/models", None),
+    ("GET", "/v1/models/tiny", None),
+    ("GET", "/v1/capabilities", None),
+    ("POST", "/v1/chat/completions", chat_body(logprobs=True, top_logprobs=2, n=2)),
+    ("POST", "/v1/completions", {"model": "tiny", "prompt": "a", "logprobs": 1, "echo": True}),
+    ("POST", "/v1/responses", {"model": "tiny", "input": "a"}),
+    ("POST", "/v1/responses/input_tokens", {"model": "tiny", "input": "a"}),
+    ("POST", "/v1/messages", {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}),
+    ("POST", "/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}),
+    ("POST", "/generate", {"token_ids": [5], "sampling": {"logprobs": 2, "prompt_logprobs": 0}}),
+    ("POST", "/tokenize", {"prompt": "a", "return_token_strs": True}),
+    ("POST", "/detokenize", {"tokens": [5]}),
+    ("GET", "/health", None),
+    ("GET", "/ready", None),
+    ("POST", "/v1/messages", {}),
+    ("POST", "/v1/responses", {}),
+    ("POST", "/v1/embeddings", {}),
+    ("GET", "/v1/responses/x", None),
+    ("GET", "/debug/pool", None),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), ASKED, ids=[f"{method} {path}" for method, path, _ in ASKED])
+def test_answers_are_as_described(method: str, path: str, body: Any) -> None:
+    """Every answer, and every error, fits the schema that the description gives for its route and status."""
+    door = make_door(DoorSettings(extension_fields=True))
+    response = door.post(path, body) if method == "POST" else door.get(path)
+    schema = door.get("/openapi.json").json()
+    template = path.replace("/tiny", "/{name}").replace("/x", "/{response_id}")
+    described = schema["paths"][template][method.lower()]["responses"]
+    status = str(response.status_code)
+    known = described.get(status) or described[f"{status[0]}XX"]
+    checked = {**known["content"]["application/json"]["schema"], "components": schema["components"]}
+    jsonschema.Draft202012Validator(checked).validate(response.json())
+
+
+def test_what_is_described_is_what_is_asked() -> None:
+    """Each route's body in the description is the model that reads it: unknown fields are refused, required ones asked for."""
+    door = make_door()
+    schema = door.get("/openapi.json").json()
+    for route in door.app.state.door.routes():
+        operation = schema["paths"][route.path.replace(":path", "")][route.method.lower()]
+        assert ("requestBody" in operation) == (route.body is not None) and operation["summary"]
+        if route.body is not None:
+            name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+            found = schema["components"]["schemas"][name]
+            assert found["additionalProperties"] is False
+            required = {field for field, info in route.body.model_fields.items() if info.is_required()}
+            assert set(found.get("required", ())) == required
+            assert door.post(route.path, {"no such field": 1}).status_code == 400
