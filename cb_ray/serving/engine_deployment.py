@@ -28,8 +28,8 @@ from ..routing.members import Beat, BeatReply
 from ..routing.pool import PoolLimits
 from ..routing.reporter import PageNews
 from .args import EngineArgs, TracingArgs
-from .pulse import Pulse
 from .pool_families import engine_numbers
+from .pulse import Pulse
 from .ray_metrics import RayMirror
 from .replica_router import BOARD
 from .tracing import Tracing
