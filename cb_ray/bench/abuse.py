@@ -245,6 +245,8 @@ async def malformed(target: Target, count: int, seed: int, concurrency: int, out
     schema = json.loads(await target.get("/openapi.json") or b"{}")
     if not schema:
         raise RuntimeError("the server has no /openapi.json to learn its routes from, or wants an API key (--api-key)")
+    if not await target.get("/debug/pool"):
+        del schema["paths"]["/debug/route"]  # a door without a pool says 503 there, rightly
     malformer = Malformer(target, schema, seed)
 
     async def one() -> None:

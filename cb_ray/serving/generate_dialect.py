@@ -115,24 +115,27 @@ class GenerateReply(Reply):
 
     def __init__(self, head: ReplyHead, choices: Sequence[Choice]) -> None:
         super().__init__(head, choices, include_usage=True)
+        self._begun: set[int] = set()
 
     def events(self, choice: Choice, delta: TextDelta) -> Iterable[dict[str, Any]]:
-        yield self._choice(choice, delta.tokens, delta.finish_reason)
+        first = choice.index not in self._begun
+        self._begun.add(choice.index)
+        yield self._choice(choice, delta.tokens, delta.finish_reason, with_prompt=first)
 
     def whole(self, choice: Choice, written: Written) -> dict[str, Any]:
-        return self._choice(choice, written.tokens, written.finish_reason)
+        return self._choice(choice, written.tokens, written.finish_reason, with_prompt=True)
 
     @staticmethod
-    def _choice(choice: Choice, tokens: Sequence[TokenInfo], reason: str | None) -> dict[str, Any]:
+    def _choice(choice: Choice, tokens: Sequence[TokenInfo], reason: str | None, *, with_prompt: bool) -> dict[str, Any]:
         sampling, text = choice.request.sampling, choice.text
         found: dict[str, Any] = {"index": choice.index, "token_ids": [token.token_id for token in tokens]}
         if sampling.logprobs is not None:
             found["logprobs"] = [_plain(token.logprob) for token in tokens]
         if sampling.logprobs:
             found["top_logprobs"] = [_pairs(token.top) for token in tokens]
-        if sampling.prompt_logprobs is not None and (reason or text.num_tokens == len(tokens)):
+        if sampling.prompt_logprobs is not None and with_prompt:
             found["prompt_logprobs"] = [_plain(value) for value in text.prompt_logprobs or ()]
-        if sampling.prompt_logprobs and found.get("prompt_logprobs"):
+        if sampling.prompt_logprobs and with_prompt:
             found["prompt_top_logprobs"] = [_pairs(top) for top in text.prompt_top_logprobs or ()]
         found["finish_reason"] = reason
         if reason is not None:

@@ -209,9 +209,12 @@ class Exchange:
 
 
 @contextlib.contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
-    """`app` behind a real HTTP server on this machine; gives its base URL. It listens before this returns."""
+def listening(app: FastAPI, send_buffer: int | None = None) -> Iterator[str]:
+    """`app` behind a real HTTP server on this machine; gives its base URL. It listens before this returns. `send_buffer`: bytes that
+    the system takes of what a client has not read."""
     with socket.socket() as server_socket:
+        if send_buffer is not None:
+            server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         server_socket.bind(("127.0.0.1", 0))
         server_socket.listen()
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none"))

@@ -75,14 +75,14 @@ def test_every_sampling_parameter_can_be_set() -> None:
 
 def test_capabilities_are_what_requests_meet() -> None:
     """A feature is listed if and only if a request that uses it is served; limits and parameters are the real ones."""
-    door = make_door(DoorSettings(max_choices=3, stored_response_bytes=0))
+    door = make_door(DoorSettings(max_choices=3, stored_response_bytes=0), model=make_model(context_length=4000))
     found = door.get("/v1/capabilities").json()
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     assert door.chat(tools=[tool]).status_code == (200 if found["features"]["tools"] else 400)
     wanted = {"type": "json_object"}
     assert door.chat(response_format=wanted).status_code == (200 if found["features"]["json_object"] else 400)
     assert not found["features"]["reasoning_effort"] and not found["features"]["stored_responses"]
-    assert found["limits"]["max_choices"] == 3 and found["model"]["max_model_len"] == CONTEXT
+    assert found["limits"]["max_choices"] == 3 and found["model"]["max_model_len"] == 4000
     parameters = found["endpoints"]["POST /v1/chat/completions"]
     assert {"temperature", "min_p", "logit_bias"} <= set(parameters) and "web_search_options" not in parameters
 

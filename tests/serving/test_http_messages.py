@@ -12,7 +12,7 @@ import pytest
 
 from cb_ray.errors import EngineFailedError, QueueFullError
 from cb_ray.serving.settings import DoorSettings
-from tests.serving.doors import DoorUnderTest, listening, make_door
+from tests.serving.doors import DoorUnderTest, listening, make_door, make_model
 
 TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 CALLS = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -26,7 +26,7 @@ def post(door: DoorUnderTest, **fields: Any) -> httpx.Response:
 @pytest.fixture
 def door() -> Iterator[tuple[DoorUnderTest, anthropic.Anthropic]]:
     """A door on a real connection that asks for a key, and the official client, which sends it in x-api-key."""
-    made = make_door(DoorSettings(api_keys=("secret",)))
+    made = make_door(DoorSettings(api_keys=("secret",)), model=make_model(context_length=4000))
     with listening(made.app) as url, anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0) as client:
         yield made, client
 
@@ -34,7 +34,7 @@ def door() -> Iterator[tuple[DoorUnderTest, anthropic.Anthropic]]:
 def test_a_message(door: tuple[DoorUnderTest, anthropic.Anthropic]) -> None:
     """Text, stop reason and usage are where the official client looks for them."""
     made, client = door
-    answer = client.messages.create(**ASK, system="Be brief.", temperature=0.5, top_k=3)
+    answer = client.messages.create(**ASK, system="Be brief.", extra_body={"temperature": 0.5, "top_k": 3})
     assert (answer.type, answer.role, answer.stop_reason) == ("message", "assistant", "end_turn")
     assert answer.content[0].text == made.source.says
     prompt = len(made.source.requests[0].token_ids)
@@ -99,7 +99,7 @@ def test_errors_are_those_of_the_client(door: tuple[DoorUnderTest, anthropic.Ant
     """Each status is the exception that users of the client catch."""
     made, client = door
     with pytest.raises(anthropic.BadRequestError, match="temperature"):
-        client.messages.create(**ASK, temperature=-1)
+        client.messages.create(**ASK, extra_body={"temperature": -1})
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(**{**ASK, "model": "other"})
     with pytest.raises(anthropic.AuthenticationError, match="API key"):
