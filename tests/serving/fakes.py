@@ -140,7 +140,7 @@ class FakeEngine:
         await self.stage.flows.remote()
 
     def _chunk(self, request: GenerateRequest, index: int, done: bool, stopped: bool) -> TokenChunk:
-        usage = Usage(num_prompt_tokens=len(request.token_ids), num_generated_tokens=index + 1)
+        usage = Usage(num_prompt_tokens=len(request.token_ids), num_generated_tokens=index + 1, started_time=0.0)
         ended = RequestStatus.CANCELLED if stopped else RequestStatus.FINISHED
         return TokenChunk(
             request_id=request.request_id,

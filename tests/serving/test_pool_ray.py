@@ -223,6 +223,54 @@ def test_eight_choices_of_one_http_request_are_routed_side_by_side(stage):
     asyncio.run(story())
 
 
+def test_every_router_finds_a_stored_response(stage):
+    """What one of two Routers kept, the other one reads, goes on from, cancels and forgets; and the wait in line is told."""
+
+    async def story():
+        await stage.open.remote()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{PORT}", timeout=60) as client:
+            fields = {"model": "fake", "input": "hello", "max_output_tokens": 3}
+            first = (await client.post("/v1/responses", json=fields)).json()
+            for _ in range(6):  # whichever Router it is
+                assert (await client.get(f"/v1/responses/{first['id']}")).json() == first
+                again = await client.post("/v1/responses", json={**fields, "previous_response_id": first["id"]})
+                assert again.status_code == 200 and again.json()["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+            await stage.close.remote()
+            held = (await client.post("/v1/responses", json={**fields, "background": True})).json()
+            await stage.happened.remote("start", 1)
+            assert (await client.post(f"/v1/responses/{held['id']}/cancel")).json()["status"] == "cancelled"
+            await stage.happened.remote("cancelled", 1)
+            await until(idle)
+            assert (await client.delete(f"/v1/responses/{first['id']}")).json()["deleted"]
+            for _ in range(4):
+                assert (await client.get(f"/v1/responses/{first['id']}")).status_code == 404
+
+    asyncio.run(story())
+
+
+def test_what_the_engines_count_and_what_waited_is_told(stage):
+    """/metrics has each replica's own counts; a request that waited in line says so in its answer."""
+
+    async def story():
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{PORT}", timeout=60) as client:
+            body = {"model": "fake", "prompt": "hello", "max_tokens": 4}
+            running = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(2 * SLOTS)]
+            await stage.happened.remote("start", 2 * SLOTS)
+            headers = {"x-cb-ray-debug": "1"}
+            waiting = asyncio.ensure_future(client.post("/v1/completions", json=body, headers=headers))
+            await until(lambda counts: counts["waiting"] == 1)
+            await stage.open.remote()
+            (made,) = (await waiting).json()["cb_ray"]["choices"]
+            assert made["queue_ms"] > 0 and made["replica"] in (await board().snapshot.remote())["replicas"]
+            await asyncio.gather(*running)
+            await until(idle)
+            text = (await client.get("/metrics")).text
+        assert text.count("cb_ray_replica_generated_tokens_total{") == 2
+        assert "cb_ray_routing_decision_seconds_count" in text and 'vllm:kv_cache_usage_perc{engine="' in text
+
+    asyncio.run(story())
+
+
 def test_a_task_in_another_process_streams_tokens(stage):
     """`serve.get_app_handle("cb-ray")` works from any Ray task, with plain iteration."""
     ray.get(stage.open.remote())
