@@ -152,8 +152,15 @@ class Malformer:
         self._paths = list(schema["paths"])
 
     def next(self) -> bytes:
-        kinds = (self._odd_fields, self._odd_fields, self._odd_fields, self._damaged, self._noise, self._odd_http, self._nested)
-        return self._dice.choice(kinds)()
+        kinds = (self._odd_fields,) * 5 + (
+            self._damaged,
+            self._damaged,
+            self._noise,
+            self._odd_http,
+            self._odd_http,
+            self._nested,
+        )
+        return self._dice.choice((*kinds, self._plain))()
 
     def _good(self, path: str) -> dict[str, Any]:
         """A small good body of a route."""
@@ -171,6 +178,11 @@ class Malformer:
             "/debug/route": {"prompt": "Hi"},
         }
         return {"model": self._target.model, **known.get(path, {})}
+
+    def _plain(self) -> bytes:
+        """A good request among the others, which must not suffer from them."""
+        path = self._dice.choice(list(self._fields))
+        return self._post(path, json.dumps(self._good(path)).encode())
 
     def _odd_fields(self) -> bytes:
         path = self._dice.choice(list(self._fields))

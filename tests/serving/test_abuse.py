@@ -67,7 +67,7 @@ def test_nothing_stays_behind(tiny_model_dir: Path) -> None:
 def test_faults_are_found() -> None:
     """The guard of the guard: a server that answers 500, or keeps counting who has left, is not well."""
     broken = make_door(fails=RuntimeError("a bug"))
-    outcome = misbehave(broken.app, 40, 0)
+    outcome = misbehave(broken.app, 80, 0)
     assert outcome.faults and not outcome.served_after and not outcome.is_well
     leaky = make_door()
     leaky.app.state.door.metrics.running = 1

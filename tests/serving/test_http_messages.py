@@ -16,7 +16,7 @@ from tests.serving.doors import DoorUnderTest, listening, make_door, make_model
 
 TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 CALLS = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-ASK: Any = {"model": "tiny", "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
+ASK: Any = {"model": "tiny", "max_tokens": 150, "messages": [{"role": "user", "content": "Hi"}]}
 
 
 def post(door: DoorUnderTest, **fields: Any) -> httpx.Response:
