@@ -57,7 +57,7 @@ class FormedBody(GenerationBody):
                 param="structured_outputs",
             )
         if self.structured_outputs is not None:
-            return _of_outputs(self.structured_outputs)
+            return grammar_of(self.structured_outputs)
         return _of_format(given) if given is not None and asked else None
 
 
@@ -70,7 +70,8 @@ def _of_format(given: ResponseFormat) -> Grammar:
     return Grammar.json_schema(schema.schema_, lenient=not schema.strict, param="response_format")
 
 
-def _of_outputs(given: StructuredOutputs) -> Grammar:
+def grammar_of(given: StructuredOutputs) -> Grammar:
+    """Raises InvalidRequestError."""
     ways = [name for name in type(given).model_fields if getattr(given, name) is not None]
     if len(ways) != 1:
         raise InvalidRequestError(

@@ -15,13 +15,14 @@ from pydantic import Field, create_model
 from ..errors import InvalidRequestError
 from ..messages import GenerateRequest, SamplingParams, TokenChunk, TopLogprobs, Usage
 from ..text.detokenizer import TextDelta, TokenInfo
+from .answer_form import StructuredOutputs, grammar_of
 from .generation import Choice, Written
 from .openai import MAX_CHOICES, StrictModel, TokenId, plain_logprob
 from .reply import Reply, ReplyHead
 from .served_model import ServedModel
 
 _HINTS = get_type_hints(SamplingParams)
-_NOT_FOR_CLIENTS = {"full_history"}
+_NOT_FOR_CLIENTS = {"full_history", "grammar"}  # the engine's own; and what is asked for as structured_outputs
 # The fields of SamplingParams, each optional: what is left out is as the model's author set it.
 _FIELDS: Any = {
     spec.name: (_HINTS[spec.name] | None, None) for spec in fields(SamplingParams) if spec.name not in _NOT_FOR_CLIENTS
@@ -36,6 +37,7 @@ class GenerateBody(StrictModel):
     token_ids: list[TokenId] = Field(min_length=1)
     max_new_tokens: int | None = Field(None, ge=1, lt=2**31, description="By default the room left in the context.")
     sampling: Sampling | None = None  # type: ignore[valid-type]
+    structured_outputs: StructuredOutputs | None = Field(None, description="What the answer must look like, in text.")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="Lower is served earlier, by the priority scheduler.")
@@ -92,6 +94,8 @@ def generate_choices(body: GenerateBody, model: ServedModel, head: ReplyHead) ->
     model.check_token_ids(body.token_ids, "token_ids")
     model.check_length(len(body.token_ids), body.max_new_tokens, "token_ids")
     given = body.sampling.model_dump(exclude_none=True) if body.sampling is not None else {}
+    if body.structured_outputs is not None:
+        given["grammar"] = grammar_of(body.structured_outputs)
     choices: list[Choice] = []
     for index in range(body.n or 1):
         request = GenerateRequest(

@@ -16,11 +16,13 @@ from pydantic import Discriminator, Field, Tag
 from pydantic_core import to_json
 
 from ..errors import CbRayError, InvalidRequestError
+from ..text.answer_reader import style_of
 from ..text.detokenizer import TextDelta
+from .answer_form import FormedBody
 from .chat_dialect import ChatBody, ChatReply
 from .envelopes import anthropic_error_object
 from .generation import Choice, Written
-from .openai import GenerationBody, StrictModel, text_or_list
+from .openai import StrictModel, text_or_list
 from .reply import ReplyHead
 from .segments import Segment, Segments
 from .served_model import ServedModel
@@ -159,7 +161,7 @@ class CountTokensBody(StrictModel):
         return sum(len(_text(turn.content)) for turn in self.messages) + len(_text(self.system or ""))
 
 
-class MessagesBody(GenerationBody, CountTokensBody):
+class MessagesBody(FormedBody, CountTokensBody):
     """The body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, lt=2**31)
@@ -169,6 +171,7 @@ class MessagesBody(GenerationBody, CountTokensBody):
     # Of the OpenAI dialects only.
     n: None = Field(None, description="Not supported: an answer is one message.")  # type: ignore[assignment]
     stop: None = Field(None, description="Not supported; use stop_sequences.")  # type: ignore[assignment]
+    response_format: None = Field(None, description="Not supported; use output_config.")  # type: ignore[assignment]
     stream_options: None = Field(None, description="Not supported: a stream always ends with its usage.")  # type: ignore[assignment]
 
 
@@ -266,7 +269,7 @@ def _thinking(thinking: Thinking | None, model: ServedModel) -> dict[str, Any]:
         return {}
     if "enable_thinking" in template:
         return {"enable_thinking": thinking.type == "enabled"}
-    if thinking.type == "enabled" and "think" not in template:
+    if thinking.type == "enabled" and not style_of(model.codec).thinks:
         raise InvalidRequestError("this model does not think before it answers; leave thinking out", param="thinking")
     return {}
 

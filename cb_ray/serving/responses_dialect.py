@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from ..errors import InvalidRequestError
+from .answer_form import FormedBody
 from .chat_dialect import ChatBody
-from .openai import MAX_LOGPROBS, GenerationBody, StrictModel, text_or_list
+from .openai import MAX_LOGPROBS, StrictModel, text_or_list
 from .translation import Message, build_chat, shared_fields
 
 MAX_ITEMS = 20_000
@@ -147,7 +148,7 @@ class ResponseStreamOptions(StrictModel):
     include_obfuscation: bool | None = Field(None, description="Accepted; this server pads nothing.")
 
 
-class ResponsesBody(GenerationBody):
+class ResponsesBody(FormedBody):
     """The body of POST /v1/responses."""
 
     input: Input = Field(description="Text, or a list of items.")
@@ -173,6 +174,7 @@ class ResponsesBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Extension: variables for the chat template.")
     # OpenAI's, which this server does not have.
     n: None = Field(None, description="Not supported: a response is one answer.")  # type: ignore[assignment]
+    response_format: None = Field(None, description="Not supported; use text.format.")  # type: ignore[assignment]
     conversation: None = Field(None, description="Not supported; use previous_response_id.")
     prompt: None = Field(None, description="Not supported.")
     max_tool_calls: None = Field(None, description="Not supported: there are no built-in tools.")

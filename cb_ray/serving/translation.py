@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import InvalidRequestError
+from .answer_form import FormedBody
 from .chat_dialect import ChatBody
-from .openai import GenerationBody
 
 Message = dict[str, Any]
 
@@ -28,9 +28,12 @@ def build_chat(fields: Mapping[str, Any]) -> ChatBody:
         raise InvalidRequestError(f"{'.'.join(names)}: {fault['msg']}", param=names[0] if names else None) from None
 
 
-def shared_fields(body: GenerationBody, *, without: set[str]) -> dict[str, Any]:
+def shared_fields(body: FormedBody, *, without: set[str]) -> dict[str, Any]:
     """The fields that a dialect has in common with a chat, as they were given."""
-    return {name: getattr(body, name) for name in (GenerationBody.model_fields.keys() - without) & body.model_fields_set}
+    return {
+        name: getattr(body, name)
+        for name in (FormedBody.model_fields.keys() - without - {"response_format"}) & body.model_fields_set
+    }
 
 
 @contextlib.contextmanager

@@ -57,6 +57,8 @@ def test_streamed_tokens_add_up() -> None:
         ({"token_ids": [5], "sampling": {"logit_bias": [[10**6, 1.0]]}}, "sampling.logit_bias"),
         ({"token_ids": [5], "sampling": {"bad_words": [[10**6]]}}, "sampling.bad_words"),
         ({"token_ids": [5], "sampling": {"full_history": True}}, "sampling.full_history"),
+        ({"token_ids": [5], "sampling": {"grammar": {}}}, "sampling.grammar"),
+        ({"token_ids": [5], "structured_outputs": {}}, "structured_outputs"),
         ({"token_ids": [5], "max_new_tokens": 0}, "max_new_tokens"),
         ({"token_ids": [5], "model": "other"}, "model"),
     ],
@@ -67,10 +69,18 @@ def test_bad_tokens_and_sampling_are_refused_by_name(fields: dict[str, Any], par
     assert response.status_code in (400, 404) and error_of(response)["param"] == param, response.text
 
 
+def test_an_answers_form_goes_to_the_engine() -> None:
+    """A grammar is asked for as in the other dialects, and travels with the sampling."""
+    door = make_door()
+    door.post("/generate", {"token_ids": [5], "structured_outputs": {"regex": "[ab]+"}})
+    grammar = door.source.requests[0].sampling.grammar
+    assert grammar is not None and (grammar.kind, grammar.text) == ("regex", "[ab]+")
+
+
 def test_every_sampling_parameter_can_be_set() -> None:
     """What the engine can do, `/generate` can ask for: the description lists the fields of SamplingParams."""
     schema = make_door().get("/openapi.json").json()["components"]["schemas"]["Sampling"]
-    assert schema["properties"].keys() == SamplingParams.__dataclass_fields__.keys() - {"full_history"}
+    assert schema["properties"].keys() == SamplingParams.__dataclass_fields__.keys() - {"full_history", "grammar"}
 
 
 def test_capabilities_are_what_requests_meet() -> None:

@@ -14,7 +14,9 @@ import pytest
 from cb_ray.errors import EngineFailedError, QueueFullError
 from cb_ray.serving.response_store import LEASE_S, ResponseStore
 from cb_ray.serving.settings import DoorSettings
+from cb_ray.text.codec import TextCodec
 from tests.serving.doors import DoorUnderTest, error_of, listening, make_door, make_model
+from tests.tiny import make_tokenizer
 
 TOOL: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 CALLS = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -250,3 +252,42 @@ def test_a_response_whose_maker_is_gone_is_lost() -> None:
         assert await store.get("t", "a") == (b"x", True)
 
     asyncio.run(scenario())
+
+
+def test_forms_and_forced_calls_reach_the_engine() -> None:
+    """text.format and tool_choice are the grammars that a chat would have; what is wrong with a schema is named as text.format."""
+    door = make_door(model=make_model(context_length=4000))
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
+    assert ask(door, text=form).json()["text"]["format"]["schema"] == schema
+    ask(door, tools=[TOOL], tool_choice={"type": "function", "name": "add"})
+    chats: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}},
+        {
+            "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
+            "tool_choice": {"type": "function", "function": {"name": "add"}},
+        },
+    ]
+    for fields in chats:
+        door.chat(**fields)
+    grammars = [request.sampling.grammar for request in door.source.requests]
+    assert None not in grammars and grammars[:2] == grammars[2:]
+
+
+def test_thoughts_are_items_of_their_own() -> None:
+    """What was thought comes as a reasoning item before the message, whole and streamed, and its tokens are counted."""
+    codec = TextCodec(make_tokenizer())
+    codec.tokenizer.chat_template = (codec.chat_template or "") + "{# <think> </think> #}"
+    door = make_door(model=make_model(codec=codec, context_length=4000), says="<think>Hm.</think>Yes")
+    answer = ask(door).json()
+    assert [item["type"] for item in answer["output"]] == ["reasoning", "message"], answer["output"]
+    assert answer["output"][0]["content"][0]["text"] == "Hm." and answer["output"][1]["content"][0]["text"] == "Yes"
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    streamed = ask(door, stream=True).text
+    assert "event: response.reasoning_text.delta" in streamed and "event: response.output_text.delta" in streamed
+    ask_ = {"model": "tiny", "max_tokens": 99, "messages": [{"role": "user", "content": "a"}]}
+    blocks = door.post("/v1/messages", ask_).json()["content"]
+    assert [(block["type"], block.get("thinking") or block.get("text")) for block in blocks] == [
+        ("thinking", "Hm."),
+        ("text", "Yes"),
+    ]
