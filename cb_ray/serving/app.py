@@ -4,14 +4,16 @@ Owns the translation of settings into Serve's options. It happens here, in one p
 when a YAML file overrides a deployment's options: set `args`, never `deployments:`.
 
     HTTP, handle calls ─▶ Router (num_replicas) ──handle, routed by the Board──▶ Engine (min_replicas … max_replicas)
+                                    └── of several models, each has an Engine deployment and a Board of its own
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,7 +23,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, DeploymentAct
 
 from ..routing.autoscaling import ScaleTargets
 from ..routing.pool import PoolLimits
-from .args import AppArgs, EngineArgs, PoolArgs, RouterArgs, RoutingArgs, parse_args
+from .args import AppArgs, EngineArgs, PoolArgs, RouterArgs, RoutingArgs, parse_args, parse_models
 from .autoscaling import DrainTime
 from .board import Board
 from .engine_deployment import Engine, EngineSpec, LoadedEngine
@@ -29,7 +31,7 @@ from .replica_router import BOARD, BoardRouter
 from .response_store import STORE, ResponseStore
 from .router_deployment import router_deployment
 
-__all__ = ["AppArgs", "EngineArgs", "PoolArgs", "RouterArgs", "RoutingArgs", "build", "parse_args"]
+__all__ = ["AppArgs", "EngineArgs", "PoolArgs", "RouterArgs", "RoutingArgs", "build", "parse_args", "parse_models"]
 
 NAME = "cb-ray"
 METRICS_INTERVAL_S, LOOK_BACK_S = 1.0, 2.0
@@ -54,11 +56,11 @@ class Cluster:
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application. `args` is what stands under `args:` in YAML. Raises ConfigError naming the setting that is wrong."""
-    return application(parse_args(args))
+    return application(parse_models(args))
 
 
 def application(
-    args: AppArgs,
+    args: AppArgs | Sequence[AppArgs],
     *,
     cluster: Cluster | None = None,
     load: Callable[[EngineSpec], LoadedEngine] | None = None,
@@ -66,20 +68,30 @@ def application(
 ) -> serve.Application:
     """`build` for settings that were parsed. `load` replaces the engine, for tests; `version` sees each deployment with what its
     replicas are made from, and gives it back."""
-    engine = settle(args, cluster or Cluster.here())
-    spec = EngineSpec(
-        model=args.model,
-        engine=engine,
-        slots=args.slots_per_replica,
-        step_timeout_s=args.pool.step_timeout_s,
-        tracing=args.tracing,
-        ray_metrics=args.router.ray_metrics,
-        load=load,
-    )
-    engines: Any = serve.deployment(name="Engine")(Engine).options(**engine_options(args, engine))
-    routers: Any = router_deployment().options(**router_options(args))
-    handle = version(engines, spec).bind(spec)
-    return version(routers, router_args(args)).bind(router_args(args), handle)
+    models = (args,) if isinstance(args, AppArgs) else tuple(args)
+    cluster, replicas = cluster or Cluster.here(), sum(model.pool.max_replicas for model in models)
+    handles: list[Any] = []
+    for model in models:
+        engine = settle(model, cluster, replicas)
+        spec = EngineSpec(
+            model=model.model,
+            engine=engine,
+            slots=model.slots_per_replica,
+            step_timeout_s=model.pool.step_timeout_s,
+            tracing=model.tracing,
+            ray_metrics=model.router.ray_metrics,
+            load=load,
+        )
+        engines: Any = serve.deployment(name=engine_name(model, models))(Engine).options(**engine_options(model, engine))
+        handles.append(version(engines, spec).bind(spec))
+    routers: Any = router_deployment().options(**router_options(models[0]))
+    made_from = tuple(router_args(model) for model in models)
+    return version(routers, *made_from).bind(made_from, *handles)
+
+
+def engine_name(model: AppArgs, models: Sequence[AppArgs]) -> str:
+    """The deployment of a model's engines: `Engine`, or of several models `Engine-<model>`, so that one more restarts no other."""
+    return "Engine" if len(models) == 1 else f"Engine-{re.sub(r'[^A-Za-z0-9_.-]+', '-', model.model_name)}"
 
 
 def router_args(args: AppArgs) -> AppArgs:
@@ -88,9 +100,12 @@ def router_args(args: AppArgs) -> AppArgs:
     return replace(args, max_queue_size=AppArgs().max_queue_size, routing=RoutingArgs(), pool=PoolArgs())
 
 
-def settle(args: AppArgs, cluster: Cluster) -> EngineArgs:
-    """The engine's settings with resources filled in: a GPU per rank where there are GPUs, else a fair share of CPUs and RAM."""
-    engine, replicas = args.engine, args.pool.max_replicas
+def settle(args: AppArgs, cluster: Cluster, replicas: int | None = None) -> EngineArgs:
+    """The engine's settings with resources filled in: a GPU per rank where there are GPUs, else a fair share of CPUs and RAM.
+
+    `replicas`: how many engines share the cluster when all are there; None: those of this model.
+    """
+    engine, replicas = args.engine, replicas or args.pool.max_replicas
     num_gpus = engine.num_gpus
     if num_gpus is None:
         wanted = engine.device != "cpu" and (cluster.num_gpus > 0 or engine.device.startswith("cuda"))

@@ -216,6 +216,30 @@ def parse_args(values: Mapping[str, Any] | AppArgs) -> AppArgs:
     return values if isinstance(values, AppArgs) else _parse(AppArgs, values, "")
 
 
+def parse_models(values: Mapping[str, Any]) -> tuple[AppArgs, ...]:
+    """The models of an application: one, or those of a list under `models:`, which share what stands beside the list.
+
+    Each model has a pool, a policy and an engine of its own; `router` is common to all. Raises ConfigError naming the setting.
+    """
+    if not isinstance(values, Mapping) or "models" not in values:
+        return (parse_args(values),)
+    given: dict[str, Any] = dict(values)
+    entries = given.pop("models")
+    _require(isinstance(entries, (list, tuple)) and bool(entries), "models", entries, "a list of models with their settings")
+    _refuse_unknown(given, _SHARED | {"models"}, "")
+    for index, entry in enumerate(entries):
+        _require(isinstance(entry, Mapping), f"models[{index}]", entry, "a mapping of settings")
+        both = sorted(_SHARED & entry.keys())
+        _require(not both, f"models[{index}]", both, f"free of {' and '.join(sorted(_SHARED))}, which stand beside the list")
+    models = tuple(_parse(AppArgs, {**given, **entry}, "") for entry in entries)
+    names = [model.model_name for model in models]
+    _require(len(set(names)) == len(names), "models", names, "of different names; served_model_name gives one")
+    return models
+
+
+_SHARED = {"router", "tracing"}
+
+
 def _parse(cls: type[T], values: object, path: str) -> T:
     _require(isinstance(values, Mapping), path or "args", values, "a mapping of settings")
     given = dict(typing.cast("Mapping[str, Any]", values))

@@ -35,6 +35,7 @@ from .replica_router import watch_replicas
 logger = logging.getLogger("ray.serve")
 
 _DECISIONS_KEPT = 2048
+_SEEN_S = 0.25  # who is told more often sees no more
 _DECISION_S = (5e-05, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
 _WAIT_S = (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -74,6 +75,9 @@ class BoardState:
         self._asked: dict[str, str] = {}  # ticket of one who waits → its request
         self._times = {"decision_s": Buckets(_DECISION_S), "line_wait_s": Buckets(_WAIT_S)}
         self.decisions: OrderedDict[str, Granted] = OrderedDict()  # the last ones, by request
+        self._changes = 0
+        self._telling: asyncio.TimerHandle | None = None
+        self._news: asyncio.Event | None = None  # there while somebody watches
 
     @property
     def now(self) -> float:
@@ -110,6 +114,26 @@ class BoardState:
             del self._mailboxes[holder]
         return news
 
+    async def watch(self, seen: int) -> int:
+        """How many changes there have been, once they are not `seen` any more; for eyes, so several in a quarter second are one."""
+        if seen < 0:
+            return self._changes
+        if self._changes != seen:
+            self._tell_soon()
+        self._news = self._news or asyncio.Event()
+        await self._news.wait()
+        return self._changes
+
+    def _tell_soon(self) -> None:
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(_SEEN_S, self._tell)
+
+    def _tell(self) -> None:
+        self._telling = None
+        if self._news is not None:
+            self._news.set()
+            self._news = None
+
     def apply(self, changes: Changes) -> None:
         """Put what changed into the mailboxes of those it concerns, and set the timer."""
         for news in (*changes.granted, *changes.expired):
@@ -136,7 +160,10 @@ class BoardState:
             self.decisions.popitem(last=False)
 
     def _arm(self) -> None:
-        """One timer, at the pool's deadline; none while there is nothing to wait for."""
+        """Whoever watches is told; one timer, at the pool's deadline; none while there is nothing to wait for."""
+        self._changes += 1
+        if self._news is not None:
+            self._tell_soon()
         deadline = self.pool.deadline
         if self._timer is not None:
             if self._due_at <= deadline:
@@ -213,6 +240,10 @@ class BoardActor:
 
     async def snapshot(self) -> dict[str, object]:
         return self._state.snapshot()
+
+    async def watch(self, seen: int) -> tuple[int, dict[str, object]]:
+        """What to ask with next, and the snapshot: once anything has changed since `seen` (-1: at once)."""
+        return await self._state.watch(seen), self._pool.snapshot(self._state.now)
 
     def _set_members(self, replicas: Sequence[tuple[str, dict[str, object]]]) -> None:
         """Serve's own list of running replicas, with what each said of itself.

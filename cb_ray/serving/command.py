@@ -20,7 +20,7 @@ import yaml
 from ..engine.model_source import resolve_model
 from ..errors import CbRayError, ConfigError
 from . import haproxy
-from .args import AppArgs, parse_args
+from .args import AppArgs, parse_models
 
 BUILDER = "cb_ray.serving.app:build"
 NAME = "cb-ray"
@@ -66,12 +66,12 @@ def run(given: argparse.Namespace) -> int:
     if from_file and (given.settings or given.served_model_name):
         raise ConfigError(f"{target} holds all settings of its applications; change them there instead of on the command line")
     apps = read_applications(Path(target)) if from_file else {NAME: settings_of(given)}
-    parsed = {name: parse_args(values) for name, values in apps.items()}
+    parsed = [(name, args) for name, values in apps.items() for args in parse_models(values)]
     if given.check:
-        for name, args in parsed.items():
+        for name, args in parsed:
             print(f"{name}: serves {args.model} as {args.model_name}; the settings are right")
         return 0
-    for args in parsed.values():
+    for _, args in parsed:
         resolve_model(args.model)  # now and with progress bars, rather than in a replica whose log nobody reads
     if given.fetch:
         return 0
@@ -132,7 +132,8 @@ def _serve(settings: Mapping[str, Any], *, host: str, port: int) -> int:
     serve.start(http_options={"host": host, "port": port})
     try:
         serve.run(build(dict(settings)), name=NAME, route_prefix="/")
-        print(f"{parse_args(settings).model_name} is served at http://{host}:{port}/v1; Ctrl-C ends it", flush=True)
+        names = ", ".join(args.model_name for args in parse_models(settings))
+        print(f"{names} is served at http://{host}:{port}/v1; Ctrl-C ends it", flush=True)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does; Ray's own handler would dump a stack
         signal.pause()
     except KeyboardInterrupt:

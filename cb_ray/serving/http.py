@@ -126,6 +126,7 @@ class Door:
         """All routes, in the order in which they are looked up and shown."""
         operations, stored = self._operations, self._stored
         return (
+            Route("GET", "/", operations.page, "A page to chat with the model and to watch the pool.", answers="text/html"),
             Route("GET", "/v1/models", operations.models, "List the model that is served."),
             Route("GET", "/v1/models/{name:path}", operations.retrieve_model, "The card of one model."),
             Route("GET", "/v1/capabilities", self.capabilities, "What this model, build and configuration can do."),
@@ -147,6 +148,13 @@ class Door:
             Route("GET", "/ready", operations.ready, "200 once a first token has been made, which this asks for if need be."),
             Route("GET", "/metrics", operations.metrics_text, "Prometheus text.", answers="text/plain"),
             Route("GET", "/debug/pool", operations.debug_pool, "What the pool knows of its replicas and of who waits."),
+            Route(
+                "GET",
+                "/debug/events",
+                operations.debug_events,
+                "The same, as an event whenever it changes.",
+                answers="text/event-stream",
+            ),
             Route("POST", "/debug/route", self.debug_route, "Where a prompt would go now, and why.", TokenizeBody),
         )
 

@@ -25,7 +25,7 @@ from .metrics import Metrics
 from .tenants import EVERYBODY, Keyring, Tenant, TenantGate
 
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,256}")
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})  # probes and scrapers carry no key
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/"})  # probes and scrapers carry no key; the page asks for one
 
 access_logger = logging.getLogger("cb_ray.access")
 

@@ -1,4 +1,4 @@
-"""What operators and tools ask: the model, health, readiness, metrics, and what the pool knows.
+"""What operators and tools ask: the model, health, readiness, metrics, what the pool knows, and the page that shows it.
 
 Owns these handlers, and the proof that a first token can be made. Knows the model and the pool's view; no dialects.
 """
@@ -6,16 +6,18 @@ Owns these handlers, and the proof that a first token can be made. Knows the mod
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 
 from ..errors import NoReplicaError, ReplicaLostError
 from ..messages import GenerateRequest, SamplingParams
-from .connection import while_connected
+from .connection import EventStream, while_connected
 from .generation import TokenSource, close_source
 from .metrics import Metrics
 from .served_model import ServedModel
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
     from .pool_view import PoolView
 
 T = TypeVar("T")
+
+_NO_POOL = "the pool cannot be asked now: it has no Board or no replica"
+_PAGE = Path(__file__).with_name("page.html")
+# The page's own style and script, and nothing from anywhere else; it speaks to the server that it came from.
+_ONLY_ITSELF = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 class Operations:
@@ -37,7 +44,7 @@ class Operations:
         self._proof: asyncio.Task[None] | None = None  # that a first token can be made
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model.card()]})
+        return JSONResponse({"object": "list", "data": [model.card() for model in (self._model, *self._model.beside)]})
 
     async def retrieve_model(self, request: Request) -> Response:
         self._model.check_name(request.path_params["name"])
@@ -58,6 +65,22 @@ class Operations:
 
     async def debug_pool(self, request: Request) -> Response:
         return JSONResponse(_known(await self._pool.snapshot() if self._pool is not None else None))
+
+    async def debug_events(self, request: Request) -> Response:
+        """The pool's snapshot as an event whenever it has changed."""
+        if self._pool is None:
+            raise NoReplicaError(_NO_POOL)
+        first = await while_connected(request.receive, self._pool.watch(-1))
+        return EventStream(self._snapshots(self._pool, _known(first)))
+
+    async def _snapshots(self, pool: PoolView, news: tuple[int, dict[str, Any]] | None) -> AsyncGenerator[bytes]:
+        while news is not None:
+            seen, snapshot = news
+            yield f"data: {json.dumps(snapshot, separators=(',', ':'))}\n\n".encode()
+            news = await pool.watch(seen)
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(_PAGE.read_text(), headers={"Content-Security-Policy": _ONLY_ITSELF, "X-Frame-Options": "DENY"})
 
     async def explain(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """Where a prompt would go now, and why. Raises NoReplicaError."""
@@ -84,10 +107,10 @@ class Operations:
         raise ReplicaLostError("")
 
 
-def _known(found: dict[str, Any] | None) -> dict[str, Any]:
+def _known(found: T | None) -> T:
     """Raises NoReplicaError where there is no pool to speak of."""
     if found is None:
-        raise NoReplicaError("the pool cannot be asked now: it has no Board or no replica")
+        raise NoReplicaError(_NO_POOL)
     return found
 
 

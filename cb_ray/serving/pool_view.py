@@ -61,6 +61,10 @@ class PoolView:
         """Counts of the whole pool."""
         return await self._ask("snapshot")
 
+    async def watch(self, seen: int) -> tuple[int, dict[str, Any]] | None:
+        """The snapshot once anything has changed since `seen` (-1: at once), and what to ask with next."""
+        return await self._ask("watch", seen)
+
     async def _ask(self, method: str, *args: Any) -> Any:
         with contextlib.suppress(RayActorError):
             if self._board is None:

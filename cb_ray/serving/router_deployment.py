@@ -14,21 +14,22 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..engine.model_source import resolve_model
-from ..errors import InvalidRequestError, nearest
+from ..errors import InvalidRequestError, UnknownModelError, nearest
 from ..grammar import Grammar
 from ..messages import GenerateRequest, SamplingParams, TokenChunk, as_token_ids
 from .args import AppArgs, RouterArgs
 from .handle_source import HandleSource
 from .http import build_http_app
+from .many_models import several
 from .metrics import Metrics
 from .middleware import log_to_stdout
 from .pool_view import view_of
 from .ray_metrics import RayMirror
-from .response_store import STORE, StoreClient
+from .response_store import STORE, Responses, ResponseStore, StoreClient
 from .served_model import ServedModel
 from .settings import DoorSettings
 from .steady_source import SteadySource
@@ -38,50 +39,86 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from ray.serve import Deployment
     from ray.serve.handle import DeploymentHandle
+    from starlette.applications import Starlette
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """One model's side of a Router."""
+
+    model: ServedModel
+    source: SteadySource
+    http: FastAPI
 
 
 class Router:
     """One Router replica. It holds no request state of its own, so any number of them may run beside each other."""
 
-    def __init__(self, args: AppArgs, engine: DeploymentHandle) -> None:
-        """`engine` is the handle of the engine deployment. Loads the model's config and tokenizer, never its weights.
+    def __init__(self, models: AppArgs | Sequence[AppArgs], *engines: DeploymentHandle) -> None:
+        """`engines` are the handles of the models' engine deployments. Loads configs and tokenizers, never weights.
 
-        Raises ConfigError and ModelSourceError when the model cannot be found, UnsupportedModelError for its tokenizer.
+        Raises ConfigError and ModelSourceError when a model cannot be found, UnsupportedModelError for its tokenizer.
         """
-        local = resolve_model(args.model, progress=False)
-        loaded = ServedModel.load(local.path, args.model_name, args.engine.max_model_len)
-        self.model = replace(loaded, max_prompt_tokens=args.router.max_prompt_tokens)
-        self._source = SteadySource(HandleSource(engine), args.router.max_failovers, self._moved)
-        pool = view_of(engine.app_name, engine.deployment_name)
-        self.http = build_http_app(self.model, self._source, door_settings(args), pool, shared_store(args))
-        self._metrics: Metrics = self.http.state.door.metrics
-        self.http.state.door.tracing = Tracing.of(args.tracing, "cb-ray-router")
-        if args.router.ray_metrics:
-            self._metrics.mirror = RayMirror(self.model.name)
-        if args.router.access_log:
+        apps: tuple[AppArgs, ...] = (models,) if isinstance(models, AppArgs) else tuple(models)
+        common = next(iter(apps))  # what the Router itself goes by is the same in all
+        loaded = [served(args) for args in apps]
+        store = shared_store(common) or own_store(common)
+        self._desks: dict[str, Desk] = {}
+        for args, model, engine in zip(apps, loaded, engines, strict=True):
+            beside = tuple(other for other in loaded if other is not model)
+            self._desks[model.name] = desk(args, replace(model, beside=beside), engine, store)
+        first = next(iter(self._desks.values()))
+        self.model, self.http = first.model, first.http
+        if len(apps) > 1:
+            doors = {name: found.http for name, found in self._desks.items()}
+            limits = door_settings(common)
+            self.http = several(doors, max_body_bytes=limits.max_body_bytes, body_timeout_s=limits.body_timeout_s)
+        if common.router.access_log:
             log_to_stdout()
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         """Serve asks for the ASGI application once the Router is made."""
         return self.http
 
-    def _moved(self) -> None:
-        self._metrics.failovers.inc()
-
-    async def generate(self, request: GenerateRequest | Mapping[str, Any] | Sequence[int]) -> AsyncGenerator[TokenChunk]:
+    async def generate(
+        self, request: GenerateRequest | Mapping[str, Any] | Sequence[int], model: str | None = None
+    ) -> AsyncGenerator[TokenChunk]:
         """Tokens in, tokens out, for handle calls: `handle.options(stream=True).generate.remote([1, 2, 3])`.
 
         `request` is a GenerateRequest, its fields as a dictionary (`sampling` a dictionary too), or the token ids alone, which
-        are continued as the model's author configured it. Raises CbRayError.
+        are continued as the model's author configured it. `model`: which, where several are served. Raises CbRayError.
         """
-        asked = as_request(request, self.model)
-        async with contextlib.aclosing(self._source.generate(asked)) as chunks:
+        found = self._desks.get(model or self.model.name)
+        if found is None:
+            raise UnknownModelError(model or "", tuple(self._desks))
+        asked = as_request(request, found.model)
+        async with contextlib.aclosing(found.source.generate(asked)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
 
+def served(args: AppArgs) -> ServedModel:
+    """What the door knows of a model. Raises ConfigError, ModelSourceError, UnsupportedModelError."""
+    local = resolve_model(args.model, progress=False)
+    model = ServedModel.load(local.path, args.model_name, args.engine.max_model_len)
+    return replace(model, max_prompt_tokens=args.router.max_prompt_tokens)
+
+
+def desk(args: AppArgs, model: ServedModel, engine: DeploymentHandle, store: Responses | None) -> Desk:
+    """A model's door in front of its engines."""
+    moved: list[Metrics] = []
+    source = SteadySource(HandleSource(engine), args.router.max_failovers, lambda: moved[0].failovers.inc())
+    http = build_http_app(model, source, door_settings(args), view_of(engine.app_name, engine.deployment_name), store)
+    door = http.state.door
+    moved.append(door.metrics)
+    door.tracing = Tracing.of(args.tracing, "cb-ray-router")
+    if args.router.ray_metrics:
+        door.metrics.mirror = RayMirror(model.name)
+    return Desk(model, source, http)
+
+
 def router_deployment() -> Deployment:
-    """`Router` as a Serve deployment with HTTP: `router_deployment().options(...).bind(args, engine)`."""
+    """`Router` as a Serve deployment with HTTP: `router_deployment().options(...).bind(models, *engines)`."""
     from ray import serve
 
     return serve.deployment(name="Router")(serve.ingress()(Router))
@@ -106,6 +143,12 @@ def shared_store(args: AppArgs) -> StoreClient | None:
         return await asyncio.to_thread(serve.get_deployment_actor, STORE)
 
     return StoreClient(find)
+
+
+def own_store(args: AppArgs) -> ResponseStore | None:
+    """A store in this process, one for all its models."""
+    limit = args.router.stored_response_bytes
+    return ResponseStore(limit) if limit else None
 
 
 def _names(cls: type) -> set[str]:

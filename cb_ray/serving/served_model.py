@@ -30,6 +30,7 @@ class ServedModel:
     defaults: Mapping[str, float] = field(default_factory=dict[str, float])
     created: int = field(default_factory=lambda: int(time.time()))
     max_prompt_tokens: int | None = None  # the operator's bound; None: the context's
+    beside: tuple[ServedModel, ...] = ()  # other models behind the same door, each with a door of its own
     version: str = ""  # whatever changes answers: goes into the fingerprint
 
     @classmethod
@@ -69,7 +70,7 @@ class ServedModel:
     def check_name(self, name: str) -> None:
         """Raises UnknownModelError unless `name` is this model."""
         if name != self.name:
-            raise UnknownModelError(name, (self.name,))
+            raise UnknownModelError(name, (self.name, *(model.name for model in self.beside)))
 
     def check_length(self, num_tokens: int, max_new_tokens: int | None, param: str) -> None:
         """Raises InvalidRequestError (`context_length_exceeded`) when prompt and answer cannot fit into the context.

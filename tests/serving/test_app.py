@@ -10,7 +10,7 @@ import yaml
 pytest.importorskip("ray")
 
 from cb_ray.errors import ConfigError
-from cb_ray.serving.app import Cluster, application, engine_options, parse_args, router_args, router_options, settle
+from cb_ray.serving.app import Cluster, application, engine_options, parse_args, parse_models, router_args, router_options, settle
 from cb_ray.serving.args import AppArgs
 
 DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"
@@ -118,5 +118,5 @@ def test_every_deployment_file_builds(path):
     assert set(app) <= {"name", "import_path", "route_prefix", "args", "runtime_env"}, (
         "options come from args, not from overrides"
     )
-    built = application(parse_args(app["args"]), cluster=LAPTOP)
+    built = application(parse_models(app["args"]), cluster=LAPTOP)
     assert built._bound_deployment.name == "Router"

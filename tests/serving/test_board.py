@@ -227,3 +227,24 @@ def test_an_idle_pool_has_no_timer_and_an_idle_client_no_call():
         assert not board.state._mailboxes and board.state.pool.deadline == float("inf")
 
     run(story)
+
+
+def test_who_watches_hears_of_changes_and_of_several_at_once_but_once():
+    """The page's stream: the first look is at once, the next when something has changed; nothing is scheduled while nobody looks."""
+
+    async def story():
+        board = LocalBoard(PoolLimits())
+        state = board.state
+        seen = await state.watch(-1)
+        waiting = asyncio.ensure_future(state.watch(seen))
+        client = make(board)
+        first, second = ask(client, "a"), ask(client, "b")
+        await client.acquire(first)
+        client.release(first.ticket)
+        await client.acquire(second)
+        assert await waiting > seen + 1, "several changes were one piece of news"
+        client.release(second.ticket)
+        await settled(board, 0, 0)
+        assert state._news is None and state._telling is None
+
+    run(story)
