@@ -24,10 +24,12 @@ class Command:
 
 COMMANDS = {
     "serve": Command("cb_ray.serving.command", "serve a model over HTTP with an OpenAI-compatible API"),
+    "chat": Command("cb_ray.serving.chat_command", "talk to a running server from the terminal"),
     "verify": Command("cb_ray.bench.verify", "prove that a model gives the same tokens here as with model.generate"),
     "drain": Command("cb_ray.serving.drain", "empty the Ray node on this machine before it goes"),
     "plan": Command("cb_ray.foresight.command", "how many replicas, which routing: the real scheduler in simulated time"),
     "bench": Command("cb_ray.bench.command", "measure the engine on this machine"),
+    "completion": Command("cb_ray.completion", "print a completion script for a shell"),
 }
 
 

@@ -97,3 +97,21 @@ def test_the_deployments_pass_the_check(capsys: pytest.CaptureFixture[str]) -> N
     for file in files:
         assert main(["serve", "--check", str(file)]) == 0, capsys.readouterr().err
     assert files or not (Path(__file__).parent.parent / "deployments").exists()
+
+
+def test_what_is_served_can_be_saved_and_served_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`cb-ray serve MODEL --save FILE` writes a file that `serve run` takes, with the same settings; without it the cache has one."""
+    file = tmp_path / "app.yaml"
+    assert main(["serve", "--check", "--set", "engine.page_size=32", "--port", "8123", "--save", str(file)]) == 0
+    assert f"settings: {file}" in capsys.readouterr().err
+    assert read_applications(file) == {"cb-ray": {"model": "demo:smollm2-135m", "engine": {"page_size": 32}}}
+    assert "port: 8123" in file.read_text()
+    assert main(["serve", "--check", str(file)]) == 0
+    assert main(["serve", "--check", "--save", "/proc/nowhere/app.yaml"]) == 1
+
+
+def test_completion_knows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The script for a shell has the commands, and the options of each."""
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in COMMANDS) and "--served-model-name" in script and "overload" not in script

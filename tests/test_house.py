@@ -1,6 +1,6 @@
 """The arrows of the house: who may import whom, who may start threads, and what an import may not drag in.
 
-                      roof     serving, bench, foresight, cli
+                      roof     serving, bench, foresight, cli, completion
                       3rd      engine      simulation
                       2nd      runtime     text
                       1st      core        routing
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cb_ray"
 
 GROUND = {"errors", "config", "digests", "grammar", "messages", "request_log", "sizing", "user_cache"}
-ROOF = {"serving", "bench", "foresight", "cli"}
+ROOF = {"serving", "bench", "foresight", "cli", "completion"}
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "core": GROUND | {"core"},
@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "bench": GROUND | {"core", "routing", "runtime", "text", "engine", "simulation", "serving", "bench"},
     "foresight": GROUND | {"core", "routing", "engine", "simulation", "bench", "foresight"},
     "cli": GROUND | {"serving", "bench", "foresight", "cli"},
+    "completion": GROUND | {"cli", "completion"},
 }
 PURE = {"core", "routing", "simulation"}
 IMPURE_MODULES = {"torch", "transformers", "ray", "asyncio", "threading", "multiprocessing", "concurrent", "time", "datetime"}

@@ -19,6 +19,7 @@ import yaml
 
 from ..engine.model_source import resolve_model
 from ..errors import CbRayError, ConfigError
+from ..user_cache import user_cache_dir
 from . import haproxy
 from .args import AppArgs, parse_models
 
@@ -55,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="settings",
         help="any setting of the app, as in deployments/app.yaml; for instance --set engine.page_size=32 (may be repeated)",
     )
+    parser.add_argument(
+        "--save", metavar="FILE", help="also write these settings as a Serve config file, for `serve run` or Kubernetes"
+    )
     parser.add_argument("--check", action="store_true", help="check the settings and stop")
     parser.add_argument("--fetch", action="store_true", help="check the settings, fetch the model and stop")
 
@@ -63,10 +67,13 @@ def run(given: argparse.Namespace) -> int:
     """Start and stay until interrupted. Raises ConfigError for a wrong setting before anything is started."""
     target: str = given.target
     from_file = target.endswith((".yaml", ".yml"))
-    if from_file and (given.settings or given.served_model_name):
+    if from_file and (given.settings or given.served_model_name or given.save):
         raise ConfigError(f"{target} holds all settings of its applications; change them there instead of on the command line")
     apps = read_applications(Path(target)) if from_file else {NAME: settings_of(given)}
     parsed = [(name, args) for name, values in apps.items() for args in parse_models(values)]
+    if not from_file:
+        written = save(apps[NAME], given)
+        print(f"settings: {written}", file=sys.stderr)
     if given.check:
         for name, args in parsed:
             print(f"{name}: serves {args.model} as {args.model_name}; the settings are right")
@@ -103,6 +110,21 @@ def settings_of(given: argparse.Namespace) -> dict[str, Any]:
                 raise ConfigError(f"--set {assignment}: {room} is a value, not a group of settings", field=key)
         place[last] = yaml.safe_load(text)
     return settings
+
+
+def save(settings: Mapping[str, Any], given: argparse.Namespace) -> Path:
+    """Write what is served as a Serve config file: where --save says, else into the user's cache. Raises ConfigError."""
+    file = Path(given.save) if given.save else user_cache_dir() / "served.yaml"
+    app = {"name": NAME, "route_prefix": "/", "import_path": BUILDER, "args": dict(settings)}
+    config = {"http_options": {"host": given.host, "port": given.port}, "applications": [app]}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(
+            f"# Written by cb-ray serve; `serve run {file.name}` serves the same.\n" + yaml.safe_dump(config, sort_keys=False)
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot write the settings to {file}: {error.strerror}", field="save") from error
+    return file
 
 
 def read_applications(file: Path) -> dict[str, Mapping[str, Any]]:
