@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -84,7 +84,7 @@ class Server:
             raise ChatError("the server lists no model; --model names one")
         return cards[0]["id"]
 
-    def chat(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def chat(self, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """The events of a streamed chat completion. Raises ChatError."""
         with self._answer("POST", "/chat/completions", json.dumps({**body, "stream": True}).encode()) as response:
             for line in response:
