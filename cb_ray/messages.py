@@ -69,6 +69,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     full_history: bool = False  # processors beyond these fields read all tokens of the request
     grammar: Grammar | None = None  # what the answer must look like
+    embed: bool = False  # no tokens: the last hidden state of the prompt, at length 1
 
     def __post_init__(self) -> None:
         """Raises InvalidRequestError (a ValueError) naming the parameter."""
@@ -174,6 +175,7 @@ class TokenChunk:
     timestamps: tuple[float, ...] = ()  # one per token when record_timestamps
     prompt_logprobs: tuple[float | None, ...] | None = None  # one per prompt token (None for the first); on the first chunk
     prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
+    embedding: tuple[float, ...] | None = None  # where it was asked for, on the only chunk
     status: RequestStatus = RequestStatus.DECODING
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the token id that ended it, when one did
@@ -198,6 +200,7 @@ def merge_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
         timestamps=tuple(t for c in chunks for t in c.timestamps),
         prompt_logprobs=first.prompt_logprobs,
         prompt_top_logprobs=first.prompt_top_logprobs,
+        embedding=last.embedding,
         status=last.status,
         finish_reason=last.finish_reason,
         stop_token=last.stop_token,
@@ -226,6 +229,7 @@ class GenerationOutput:
     weights_versions: tuple[int, ...] = ()
     top_logprobs: list[TopLogprobs] | None = None
     prompt_logprobs: list[float | None] | None = None
+    embedding: tuple[float, ...] | None = None
 
     def is_finished(self) -> bool:
         """Whether nothing more will come: FINISHED, FAILED or CANCELLED."""

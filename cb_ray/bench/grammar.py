@@ -54,24 +54,24 @@ async def run_pass(
     gaps: list[float] = []
     made = 0
 
-    async def stream(prompt: list[int], wish: Grammar | None, seed: int) -> float:
+    async def stream(prompt: list[int], wish: Grammar | None, seed: int, watched: bool) -> float:
         nonlocal made
         last = 0.0
         sampling: dict[str, Any] = {"temperature": 1.0, "seed": seed, **({} if wish is None else {"grammar": wish})}
         async for output in manager.stream(prompt, max_new_tokens=tokens, eos_token_id=-1, **sampling):
             now = time.perf_counter()
-            if seed < 0 and last:
+            if watched and last:
                 gaps.append(now - last)
             last = now
             if output.is_finished():
                 if output.error is not None:
                     raise RuntimeError(output.error)
-                made += len(output.generated_tokens) * (seed >= 0)
+                made += len(output.generated_tokens) * (not watched)
         return last
 
     begin = time.perf_counter()
     bound = len(prompts) - beside
-    jobs = [stream(prompt, grammar if n < bound else None, n if n < bound else bound - n - 1) for n, prompt in enumerate(prompts)]
+    jobs = [stream(prompt, grammar if n < bound else None, n, n >= bound) for n, prompt in enumerate(prompts)]
     ends = await asyncio.gather(*jobs)
     seconds = max(ends[:bound]) - begin
     return {"tokens": made, "seconds": seconds, "tokens_per_s": made / seconds, "gaps": gaps}

@@ -60,7 +60,7 @@ class EngineCore:
         request = Request(
             source,
             max_new=self.limits.max_new_tokens(source),
-            seed=derived_seed(self.facts.seed, f"request {self._arrivals}") if seed is None else seed,
+            seed=derived_seed(self.facts.seed, f"request {self._arrivals}") if seed is None else seed % 2**63,
             arrival=self._arrivals,
             now=now,
             num_groups=len(self._layout.groups),
@@ -146,7 +146,10 @@ class EngineCore:
                 else:
                     if row.sampling.prompt_logprobs is not None and index in result.prompt_logprobs:
                         self._take_prompt_logprobs(request, row, result.prompt_logprobs[index])
-                    if row.samples:
+                    if row.samples and row.sampling.embed:
+                        request.embedding = result.embeddings.get(index)
+                        self._remove(request, RequestStatus.FINISHED, "stop", now)
+                    elif row.samples:
                         self._take_token(request, slot, index, plan, result, now)
             slot += row.samples
 

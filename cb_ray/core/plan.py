@@ -104,4 +104,5 @@ class StepResult:
         default_factory=dict[int, tuple[list[float], list[TopLogprobs]]]
     )  # row -> logprobs of tokens start + 1 … (each given all before it)
     errors: dict[int, Exception] = field(default_factory=dict[int, Exception])  # rows whose request must fail alone
+    embeddings: dict[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])  # of rows that asked for one
     complete: frozenset[int] = frozenset()  # rows whose answer ends with this token, by its grammar

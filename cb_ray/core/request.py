@@ -77,6 +77,8 @@ class RequestLimits:
         The last token of a request is never fed back, so it needs no place in the cache.
         """
         length = len(request.token_ids)
+        if request.sampling.embed:
+            return 1  # a place in the plan, no token
         room = min(self.max_length - length, self.max_cached_tokens - length + 1)
         return room if request.max_new_tokens is None else max(0, min(request.max_new_tokens, room))
 
@@ -94,6 +96,7 @@ class Request:
         "block_tables",
         "created_time",
         "digests",
+        "embedding",
         "end_reason",
         "ended_time",
         "error",
@@ -166,6 +169,7 @@ class Request:
         self.top_logprobs: list[TopLogprobs] = []
         self.prompt_logprobs: list[float | None] | None = None
         self.prompt_top_logprobs: list[TopLogprobs] | None = None
+        self.embedding: tuple[float, ...] | None = None
         self.owed = 0
 
     # ---- counters -----------------------------------------------------------------------------------------------------------
@@ -242,7 +246,13 @@ class Request:
         if first:
             extras["usage"] = self.usage()
         if self.ended:
-            extras.update(finish_reason=self.end_reason, stop_token=self.stop_token, error=self.error, usage=self.usage())
+            extras.update(
+                embedding=self.embedding,
+                finish_reason=self.end_reason,
+                stop_token=self.stop_token,
+                error=self.error,
+                usage=self.usage(),
+            )
         return TokenChunk(
             request_id=self.id, token_ids=tuple(self.tokens[self.num_prompt + start :]), status=self.status, **extras
         )

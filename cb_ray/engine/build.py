@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import ContinuousBatchingConfig, WorkloadHints
@@ -20,6 +21,7 @@ from ..core.engine_core import EngineCore
 from ..core.layout import CacheLayout
 from ..core.request import RequestLimits
 from ..runtime.grammar import GrammarCompiler, GrammarMasks
+from ..runtime.hidden_states import HiddenStates
 from ..runtime.kv_cache import KVCache
 from ..runtime.model_runner import EvalMode, ModelRunner
 from ..runtime.sampling import Processor
@@ -80,7 +82,9 @@ def _assemble(
     cache = None
     if way.pages:
         cache = KVCache(layout, dtype=model.dtype, device=model.device, num_host_sectors=host_sectors)
-    runner = ModelRunner(way.make(cache), model.device, processors, EvalMode(model), GrammarMasks(grammars))
+    runner = ModelRunner(
+        way.make(cache), model.device, processors, EvalMode(model), GrammarMasks(grammars), HiddenStates(_head(model))
+    )
     longest = max_length(model)
     limits = RequestLimits(
         vocab_size=_input_vocabulary(model, way),
@@ -109,6 +113,13 @@ def _grammars(model: PreTrainedModel, way: Way, generation_config: Any) -> Gramm
 
     eos = generation_config.eos_token_id if generation_config.eos_token_id is not None else model.config.eos_token_id
     return GrammarCompiler(load, way.vocab_size, () if eos is None else token_ids(eos, "eos_token_id"))
+
+
+def _head(model: PreTrainedModel) -> nn.Module | None:
+    """The module that makes logits of hidden states."""
+    get: Any = model.get_output_embeddings
+    head = get()
+    return head if isinstance(head, nn.Module) else None
 
 
 def _input_vocabulary(model: PreTrainedModel, way: Way) -> int:

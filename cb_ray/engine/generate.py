@@ -33,6 +33,8 @@ def generate_batch(
     progress_bar: bool = False,
     persistent_manager: bool = False,
     warmup: bool = True,
+    *,
+    grammar: Any = None,
     **kwargs: Any,
 ) -> dict[str, GenerationOutput]:
     """Generate from all `inputs` (token ids: lists, arrays, 1-D tensors) and return their outputs by request id, in input order.
@@ -40,7 +42,7 @@ def generate_batch(
     With `num_return_sequences` n, each id `req_{i}` is preceded by its children `req_{i}__child#0` … `#{n-2}`. A prompt that
     cannot be served is FAILED in the result, with `error` set; the others finish. `kwargs` are settings of the generation config
     (`max_new_tokens`, `eos_token_id`, …) for this call. `persistent_manager` keeps engine and cache on the model for the next
-    call.
+    call. `grammar` (a `Grammar`, or what `Grammar.of` takes) binds all outputs.
 
     Raises TypeError for an unknown keyword, and what making the engine raises (ConfigError, UnsupportedModelError, MemoryError).
     """
@@ -61,7 +63,7 @@ def generate_batch(
         ) as manager,
         _progress(count, progress_bar) as on_end,
     ):
-        outputs = manager.run_batch(prompts, on_end, record_timestamps=record_timestamps)
+        outputs = manager.run_batch(prompts, on_end, record_timestamps=record_timestamps, sampling={"grammar": grammar})
     failed = [output for output in outputs.values() if output.error is not None]
     for output in failed:
         logger.error("request %s failed: %s", output.request_id, output.error)

@@ -73,6 +73,7 @@ class Snapshot:
             finish_reason=chunk.finish_reason,
             top_logprobs=None if record.top_logprobs is None else record.top_logprobs[:count],
             prompt_logprobs=record.prompt_logprobs,
+            embedding=chunk.embedding,
         )
         if usage is not None:
             output.lifespan = (usage.started_time, usage.ended_time)

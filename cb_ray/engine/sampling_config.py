@@ -193,7 +193,7 @@ def _plain(name: str, value: Any) -> Any:
             return tuple(sorted((int(token), float(bias)) for token, bias in pairs))
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"{name} cannot be read from {value!r}: {error}", param=name) from error
-    if name in ("do_sample", "ignore_eos") and not isinstance(value, bool):
+    if name in ("do_sample", "ignore_eos", "embed") and not isinstance(value, bool):
         raise InvalidRequestError(f"{name} must be True or False, got {value!r}", param=name)
     if name in ("min_tokens", "min_tokens_to_keep", "logprobs", "prompt_logprobs") and not isinstance(value, int):
         raise InvalidRequestError(f"{name} must be a whole number, got {value!r}", param=name)

@@ -47,8 +47,7 @@ class PrefixIndex:
                 if digest in self._gone:
                     self._miss(digest)
             else:
-                if not found & bit:
-                    bits[digest] = (found & live) | bit
+                bits[digest] = (found & live) | bit
                 bits.move_to_end(digest)
         self._trim()
 

@@ -16,6 +16,7 @@ from torch import nn
 from ..core.plan import BatchPlan, StepResult
 from ..messages import TopLogprobs
 from .grammar import GrammarMasks
+from .hidden_states import HiddenStates, embeddings
 from .sampling import Processor, prompt_logprobs, sample
 
 
@@ -69,12 +70,14 @@ class ModelRunner:
         processors: Sequence[Processor] = (),
         mode: EvalMode | None = None,
         grammars: GrammarMasks | None = None,
+        hidden: HiddenStates | None = None,
     ) -> None:
         self._forward = forward
         self._mode = mode
         self._device = device
         self._processors = tuple(processors)
         self._grammars = grammars
+        self._hidden = hidden or HiddenStates(None)
         self._sampled: torch.Tensor | None = None  # tokens of the last step, on the device, for the step after it
 
     def install(self) -> None:
@@ -116,8 +119,10 @@ class ModelRunner:
 
     def _step(self, plan: BatchPlan) -> StepResult:
         shown = any(row.sampling.prompt_logprobs is not None and row.start < row.num_prompt - 1 for row in plan.rows)
-        logits = self._forward.run(plan, self._sampled, shown)
         indices = [index for index, row in enumerate(plan.rows) if row.samples]
+        wants_hidden = any(plan.rows[index].sampling.embed for index in indices)
+        with self._hidden.watching(wants_hidden) as seen:
+            logits = self._forward.run(plan, self._sampled, shown)
         found: dict[int, tuple[list[float], list[TopLogprobs]]] = {}
         if shown:
             found = _of_prompts(plan, logits)
@@ -127,6 +132,9 @@ class ModelRunner:
             return StepResult([], prompt_logprobs=found)
         result = self._sample(logits, plan, indices)
         self._sampled = torch.tensor(result.token_ids, dtype=torch.int32, device=self._device)
+        if wants_hidden:
+            vectors, wrong = embeddings(seen, plan, indices)
+            result = replace(result, embeddings=vectors, errors={**result.errors, **wrong})
         return replace(result, prompt_logprobs=found) if found else result
 
     def _sample(self, logits: torch.Tensor, plan: BatchPlan, indices: Sequence[int]) -> StepResult:

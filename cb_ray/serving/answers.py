@@ -154,6 +154,26 @@ class Completion(_OpenAIAnswer):
     choices: list[CompletionChoice]
 
 
+class EmbeddingObject(_Answer):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="Numbers, or little-endian float32 in base64.")
+
+
+class EmbeddingUsage(_Answer):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(_Answer):
+    """Vectors of texts, in the order of the input."""
+
+    object: Literal["list"]
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingUsage
+
+
 class GenerationChoice(_Answer):
     index: int
     token_ids: list[int]
@@ -288,6 +308,7 @@ ANSWERS: dict[tuple[str, str], type[BaseModel]] = {
     ("GET", "/v1/capabilities"): Capabilities,
     ("POST", "/v1/chat/completions"): ChatCompletion,
     ("POST", "/v1/completions"): Completion,
+    ("POST", "/v1/embeddings"): EmbeddingList,
     ("POST", "/v1/responses"): ResponseObject,
     ("POST", "/v1/responses/input_tokens"): InputTokens,
     ("GET", "/v1/responses/{response_id}"): ResponseObject,

@@ -22,7 +22,7 @@ from .reply import Reply, ReplyHead
 from .served_model import ServedModel
 
 _HINTS = get_type_hints(SamplingParams)
-_NOT_FOR_CLIENTS = {"full_history", "grammar"}  # the engine's own; and what is asked for as structured_outputs
+_NOT_FOR_CLIENTS = {"full_history", "grammar", "embed"}  # the engine's own; and what is asked for in other ways
 # The fields of SamplingParams, each optional: what is left out is as the model's author set it.
 _FIELDS: Any = {
     spec.name: (_HINTS[spec.name] | None, None) for spec in fields(SamplingParams) if spec.name not in _NOT_FOR_CLIENTS

@@ -26,7 +26,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
 from .. import __version__
-from ..errors import BodyTooLargeError, InvalidRequestError, NotSupportedError, RequestTimeoutError
+from ..errors import BodyTooLargeError, InvalidRequestError, RequestTimeoutError
 from . import messages_dialect, responses_dialect
 from .answering import Answerer, AnyReply, public_error
 from .chat_dialect import ChatBody, ChatReply, chat_choices, check_chat, tokenize_chat
@@ -38,6 +38,7 @@ from .completions_dialect import (
     tokenize_prompts,
 )
 from .connection import ClientDisconnected
+from .embeddings_dialect import EmbeddingsBody, EmbeddingsReply, check_embeddings, embedding_choices, tokenize_inputs
 from .envelopes import error_response
 from .generate_dialect import GenerateBody, GenerateReply, generate_choices
 from .generation import Choice, TokenSource
@@ -140,7 +141,13 @@ class Door:
             Route("GET", "/v1/responses/{response_id}/input_items", stored.input_items, "The input of a stored response."),
             Route("POST", "/v1/messages", self.messages, "Anthropic's Messages API.", MessagesBody, "text/event-stream"),
             Route("POST", "/v1/messages/count_tokens", self.count_tokens, "How many tokens a message has.", CountTokensBody),
-            Route("POST", "/v1/embeddings", self.embeddings, "Refused with 501: the model that is served generates text."),
+            Route(
+                "POST",
+                "/v1/embeddings",
+                self.embeddings,
+                "Vectors of texts: the hidden state that each ends with.",
+                EmbeddingsBody,
+            ),
             Route("POST", "/generate", self.generate, "Tokens in, tokens out.", GenerateBody, "text/event-stream"),
             Route("POST", "/tokenize", self.tokenize, "Token ids of a text or of a conversation.", TokenizeBody),
             Route("POST", "/detokenize", self.detokenize, "The text of token ids.", DetokenizeBody),
@@ -207,7 +214,12 @@ class Door:
         return await self._answer(request, reply, streams=bool(body.stream))
 
     async def embeddings(self, request: Request) -> Response:
-        raise NotSupportedError(f"{self.model.name} generates text and has no embeddings; ask a server with an embedding model")
+        body = await self._parsed(request, EmbeddingsBody)
+        check_embeddings(body, self.settings.max_choices)
+        head, long = self._head("embd"), body.num_chars > _LONG_TEXT
+        async with self._places(head, len(body.inputs), long):
+            inputs = await self._in_thread_if(long, tokenize_inputs, body, self.model)
+            return await self._answer(request, EmbeddingsReply(head, body, embedding_choices(body, head, inputs)), streams=False)
 
     # counting tokens
 

@@ -72,6 +72,4 @@ def _responses(route: Route, places: Any) -> dict[str, Any]:
         content[route.answers] = {"schema": {"type": "string"}}
     error = AnthropicErrorAnswer if speaks_anthropic(route.path) else ErrorAnswer
     failure = {"description": "An error", "content": {"application/json": {"schema": places[error, "serialization"]}}}
-    if route.path == "/v1/embeddings":
-        return {"4XX": failure, "501": failure}
     return {"200": {"description": "The answer", "content": content}, "4XX": failure, "5XX": failure}

@@ -19,6 +19,8 @@ from transformers import (
 from cb_ray.core.plan import Row
 from cb_ray.messages import SamplingParams
 from cb_ray.runtime.sampling import sample, uniforms, warp
+from tests.runtime.driving import run
+from tests.tiny import make_model
 
 V = 40
 
@@ -183,3 +185,12 @@ def test_the_best_logprobs_are_listed() -> None:
     values, ids = scores.log_softmax(-1)[0].topk(3)
     assert [token for token, _ in result.top_logprobs[2]] == ids.tolist()
     assert result.logprobs == pytest.approx([float(values[0])], abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1, 2**70])
+def test_any_whole_number_is_a_seed(seed: int) -> None:
+    """A client's seed of -1 once ended the engine: random numbers were made from unsigned seeds."""
+    model = make_model("llama")
+    sampling = [SamplingParams(temperature=2.0, seed=seed)] * 2
+    chunks, _ = run(model, [[5, 6]] * 2, 6, sampling=sampling, num_blocks=16, page_size=8)
+    assert chunks[0].error is None and chunks[0].token_ids == chunks[1].token_ids

@@ -81,6 +81,11 @@ class FakeSource:
 
     def _chunks(self, request: GenerateRequest) -> Iterator[TokenChunk]:
         sampling = request.sampling
+        if sampling.embed:
+            vector = (3.0 / 5, 4.0 / 5, 0.0)
+            done = {"status": RequestStatus.FINISHED, "finish_reason": "stop", "usage": self._usage(request, 0)}
+            yield TokenChunk(request_id=request.request_id, embedding=vector, **done)
+            return
         tokens = [*self.codec.encode(self.says), *([] if sampling.ignore_eos else [EOS])]
         limit = 1000 if request.max_new_tokens is None else request.max_new_tokens
         tokens = (tokens * (limit // len(tokens) + 1) if sampling.ignore_eos else tokens)[:limit]

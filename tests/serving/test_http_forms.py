@@ -221,6 +221,35 @@ def test_two_forms_at_once_are_refused() -> None:
     assert error_of(make_door().post("/v1/chat/completions", chat_body(**fields)))["param"] == "structured_outputs"
 
 
+def test_embeddings(client: openai.OpenAI) -> None:
+    """Vectors in the order of the texts, equal for equal texts, through the client's own decoding, and cut to fewer numbers."""
+    answer = client.embeddings.create(model="tiny", input=["a cat", "a dog", "a cat"])
+    first, other, again = (entry.embedding for entry in answer.data)
+    assert first == pytest.approx(again, abs=1e-5) and first != pytest.approx(other, abs=1e-3)
+    assert sum(value * value for value in first) == pytest.approx(1, abs=1e-5)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 0
+    short = client.embeddings.create(model="tiny", input=[[5, 6]], dimensions=4, encoding_format="float").data[0].embedding
+    assert len(short) == 4 and sum(value * value for value in short) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a"] * 200}, "input"),
+        ({"input": [999999]}, "input"),
+        ({"input": "a", "dimensions": 10**6}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a " * 1000}, "input"),
+    ],
+)
+def test_bad_embeddings_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    """A 400 that says which field."""
+    response = make_door().post("/v1/embeddings", {"model": "tiny", **fields})
+    assert response.status_code == 400 and error_of(response)["param"] == param
+
+
 @pytest.mark.real
 def test_the_demo_model_fills_a_schema(smollm2: Path) -> None:
     """The official client's parse() with a real model: a shirt, not a story."""

@@ -1,4 +1,4 @@
-"""`/generate`, `/v1/capabilities` and `/v1/embeddings`: for programs that bring tokens, and for clients that ask before they try."""
+"""`/generate` and `/v1/capabilities`: for programs that bring tokens, and for clients that ask before they try."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_answers_form_goes_to_the_engine() -> None:
 def test_every_sampling_parameter_can_be_set() -> None:
     """What the engine can do, `/generate` can ask for: the description lists the fields of SamplingParams."""
     schema = make_door().get("/openapi.json").json()["components"]["schemas"]["Sampling"]
-    assert schema["properties"].keys() == SamplingParams.__dataclass_fields__.keys() - {"full_history", "grammar"}
+    assert schema["properties"].keys() == SamplingParams.__dataclass_fields__.keys() - {"full_history", "grammar", "embed"}
 
 
 def test_capabilities_are_what_requests_meet() -> None:
@@ -95,9 +95,3 @@ def test_capabilities_are_what_requests_meet() -> None:
     assert found["limits"]["max_choices"] == 3 and found["model"]["max_model_len"] == 4000
     parameters = found["endpoints"]["POST /v1/chat/completions"]
     assert {"temperature", "min_p", "logit_bias"} <= set(parameters) and "web_search_options" not in parameters
-
-
-def test_embeddings_are_refused() -> None:
-    """Clearly, as something that is not there, and not as a fault of the server."""
-    response = make_door(model=make_model()).post("/v1/embeddings", {"model": "tiny", "input": "a"})
-    assert response.status_code == 501 and error_of(response)["code"] == "not_supported"

@@ -202,6 +202,7 @@ ASKED: list[tuple[str, str, Any]] = [
     ("GET", "/ready", None),
     ("POST", "/v1/messages", {}),
     ("POST", "/v1/responses", {}),
+    ("POST", "/v1/embeddings", {"model": "tiny", "input": ["a", "b"]}),
     ("POST", "/v1/embeddings", {}),
     ("GET", "/v1/responses/x", None),
     ("GET", "/debug/pool", None),
