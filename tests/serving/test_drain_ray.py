@@ -68,10 +68,13 @@ def test_a_drained_node_ends_its_streams_and_is_replaced_first(stage):
         await stage.close.remote()
         streams = [asyncio.create_task(read(f"held-{index}")) for index in range(3)]
         await stage.happened.remote("start", 3)
-        (busy,) = with_engines()
+        (busy,), (old,) = with_engines(), (await find_board(APP, "Engine").snapshot.remote())["replicas"]
         drained = asyncio.create_task(asyncio.to_thread(cli.main, ["drain", "--node-id", busy, "--deadline", "120"]))
-        board, (old,) = find_board(APP, "Engine"), (await find_board(APP, "Engine").snapshot.remote())["replicas"]
-        while not (await board.snapshot.remote())["replicas"].keys() - {old}:
+        board, seen = find_board(APP, "Engine"), -1
+        while True:
+            seen, pool = await board.watch.remote(seen)
+            if pool["replicas"].keys() - {old}:
+                break
             assert not drained.done(), "the streams are still held"
         await stage.open.remote()
         assert all(await asyncio.gather(*streams))

@@ -30,7 +30,7 @@ from cb_ray.serving.tracing import Tracing
 from tests.serving.doors import DoorUnderTest, FakeSource, chat_body, gauge, make_door, make_model
 
 CHAT = "/v1/chat/completions"
-DASHBOARD = Path(__file__).parents[2] / "deployments" / "grafana" / "cb-ray.json"
+DASHBOARD = Path(__file__).parents[2] / "k8s" / "components" / "monitoring" / "cb-ray.json"
 
 
 class BookView:
