@@ -47,7 +47,8 @@ class PrefixIndex:
                 if digest in self._gone:
                     self._miss(digest)
             else:
-                bits[digest] = (found & live) | bit
+                if not found & bit:
+                    bits[digest] = (found & live) | bit
                 bits.move_to_end(digest)
         self._trim()
 

@@ -64,10 +64,8 @@ def application(
     *,
     cluster: Cluster | None = None,
     load: Callable[[EngineSpec], LoadedEngine] | None = None,
-    version: Callable[..., Any] = lambda deployment, *made_from: deployment,
 ) -> serve.Application:
-    """`build` for settings that were parsed. `load` replaces the engine, for tests; `version` sees each deployment with what its
-    replicas are made from, and gives it back."""
+    """`build` for settings that were parsed. `load` replaces the engine, for tests."""
     models = (args,) if isinstance(args, AppArgs) else tuple(args)
     cluster, replicas = cluster or Cluster.here(), sum(model.pool.max_replicas for model in models)
     handles: list[Any] = []
@@ -83,21 +81,13 @@ def application(
             load=load,
         )
         engines: Any = serve.deployment(name=engine_name(model, models))(Engine).options(**engine_options(model, engine))
-        handles.append(version(engines, spec).bind(spec))
-    routers: Any = router_deployment().options(**router_options(models[0]))
-    made_from = tuple(router_args(model) for model in models)
-    return version(routers, *made_from).bind(made_from, *handles)
+        handles.append(engines.bind(spec))
+    return router_deployment().options(**router_options(models[0])).bind(models, *handles)
 
 
 def engine_name(model: AppArgs, models: Sequence[AppArgs]) -> str:
     """The deployment of a model's engines: `Engine`, or of several models `Engine-<model>`, so that one more restarts no other."""
     return "Engine" if len(models) == 1 else f"Engine-{re.sub(r'[^A-Za-z0-9_.-]+', '-', model.model_name)}"
-
-
-def router_args(args: AppArgs) -> AppArgs:
-    """What Routers are made from. They never read what is the pool's, so a change of it need not restart them: it stands at its
-    default here, and Serve sees no difference."""
-    return replace(args, max_queue_size=AppArgs().max_queue_size, routing=RoutingArgs(), pool=PoolArgs())
 
 
 def settle(args: AppArgs, cluster: Cluster, replicas: int | None = None) -> EngineArgs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,9 +20,10 @@ from aiohttp import web
 from cb_ray.bench.pool.client import Plan, Record
 from cb_ray.bench.pool.judge import compare, difference, most_at_once, percentile, table
 from cb_ray.bench.pool.load import Load
-from cb_ray.bench.pool.model import prompt_of, tokens_of, word
+from cb_ray.bench.pool.model import BANDS, VOCAB_SIZE, prompt_of, tokens_of, word
 from cb_ray.bench.pool.overload import arrivals
 from cb_ray.bench.pool.sitting import divide, merged
+from cb_ray.bench.pool.weights import Update, stale_tokens
 
 ANSWER = list(range(10, 30))
 
@@ -70,7 +72,21 @@ def test_cores_are_divided_and_settings_merged():
     assert table([{"a": 1.5, "b": None}]).splitlines()[2] == "| 1.5 |   |"
     times = arrivals(50.0, 20.0, seed=1)
     assert 800 < len(times) < 1200 and times == sorted(times) and times == arrivals(50.0, 20.0, seed=1)
-    assert len(prompt_of(__import__("random").Random(0), 9, [1, 2])) == 9
+    assert len(prompt_of(random.Random(0), 9, [1, 2])) == 9
+
+
+def test_a_token_of_older_weights_is_stale_after_newer_ones():
+    """Words tell whose weights said them: never older than the one before, nor than what all replicas had when it was asked."""
+    size = VOCAB_SIZE // BANDS
+    old, new = [word(3)], [word(size + 3)]
+    updates = [Update(10.0, 12.0, 1)]
+
+    def stale(words: list[str], sent: float) -> int:
+        return stale_tokens(Record(key=0, sent=sent, text=" ".join(words)), updates)
+
+    assert stale(old * 4, 9.0) == stale(old * 2 + new * 2, 11.0) == stale(new * 3, 13.0) == 0
+    assert stale(old + new + old * 2, 11.0) == 2
+    assert stale(old * 3, 12.5) == 3
 
 
 def event(tokens: list[int], **more: Any) -> bytes:

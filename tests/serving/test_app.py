@@ -10,7 +10,7 @@ import yaml
 pytest.importorskip("ray")
 
 from cb_ray.errors import ConfigError
-from cb_ray.serving.app import Cluster, application, engine_options, parse_args, parse_models, router_args, router_options, settle
+from cb_ray.serving.app import Cluster, application, engine_options, parse_args, parse_models, router_options, settle
 from cb_ray.serving.args import AppArgs
 
 DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"
@@ -89,15 +89,6 @@ def test_serve_gets_the_options_that_the_settings_mean():
     assert options["max_ongoing_requests"] > args.slots_per_replica
     assert options["user_config"]["max_queue_size"] == 7
     assert options["graceful_shutdown_timeout_s"] == router_options(args)["graceful_shutdown_timeout_s"] == 90
-
-
-def test_changing_the_pool_restarts_no_router():
-    """Serve restarts what is made from other values; bounds, policies and numbers of replicas are no business of a Router's."""
-    one = parse_args({"max_queue_size": 7, "pool": {"max_replicas": 3}, "routing": {"policy": "least_work"}})
-    other = parse_args({"max_queue_size": 9, "pool": {"max_replicas": 4, "step_timeout_s": 5}})
-    assert router_args(one) == router_args(other)
-    assert router_args(one) != router_args(parse_args({"router": {"max_failovers": 1}}))
-    assert router_args(one) != router_args(parse_args({"engine": {"max_model_len": 99}}))
 
 
 def test_a_range_of_replicas_scales_by_our_policy_alone():

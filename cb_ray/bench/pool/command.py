@@ -36,6 +36,7 @@ SCENARIOS = {
     "overload": "three times what the pool can do, with one and with two Routers",
     "prefix": "more shared prefixes than one cache holds, under each policy",
     "scale": "from one replica to all and back, from none to one",
+    "weights": "other weights, replica by replica, under full load",
     "plane": "pieces of streams per second, with and without Serve's fast path",
 }
 
@@ -91,7 +92,7 @@ def fast_path() -> None:
 
 
 async def _run(given: argparse.Namespace, names: Sequence[str], outcomes: list[Outcome]) -> None:
-    from . import failures, overload, plane, prefix, scale
+    from . import failures, overload, plane, prefix, scale, weights
     from .sitting import Sitting
 
     with tqdm(total=len(names), desc="pool", unit="scenario", disable=None) as bar:
@@ -119,6 +120,8 @@ async def _run(given: argparse.Namespace, names: Sequence[str], outcomes: list[O
                 await overload.run(sitting, given.routers, given.seconds, tell, done)
             if "prefix" in names:
                 await prefix.run(sitting, tell, done)
+            if "weights" in names:
+                await weights.run(sitting, given.streams, given.width, given.layers, tell, done)
             if "scale" in names:
                 await scale.run(sitting, given.figure, tell, done)
 

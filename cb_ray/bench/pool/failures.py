@@ -108,12 +108,11 @@ async def kill(sitting: Sitting, known: Known) -> Outcome:
 
 async def drain(sitting: Sitting, known: Known) -> Outcome:
     """One replica fewer, then as many as before: the one that leaves finishes its streams."""
-    before = sitting.settings
 
     async def act() -> dict[str, Any]:
-        fewer = sitting.replicas - 1
-        await sitting.deploy(merged(before, {"pool": {"min_replicas": fewer, "max_replicas": fewer}}))
-        await sitting.deploy(before)
+        for count in (sitting.replicas - 1, sitting.replicas):
+            await sitting.adjust(num_replicas=count)
+            await sitting.whole()
         return {}
 
     return story("drain", *await under_load(sitting, known, act), known)

@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable
-from functools import partial
 from typing import Any
 
 from ...messages import EngineStats, GenerateRequest, RequestStatus, TokenChunk, Usage
@@ -77,7 +76,7 @@ async def measure(sitting: Sitting, tell: Tell) -> list[dict[str, Any]]:
     settings = {"max_queue_size": 0, "pool": {"slots_per_replica": STREAMS}, "router": {"num_replicas": 1}}
     for piece in PIECES:
         tell(f"pieces of {piece}")
-        await sitting.deploy(settings, load=partial(load, piece=piece))
+        await sitting.deploy(settings, fountain=piece)
         bodies = [body([1, 2, 3, 4], TOKENS) for _ in range(8 * STREAMS)]
         async with Load.of(Plan(url=sitting.url, bodies=bodies[:STREAMS], concurrency=STREAMS)) as warm_up:
             await warm_up.done()

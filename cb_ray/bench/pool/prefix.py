@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from .client import Plan, Record
@@ -18,7 +19,7 @@ from .judge import Outcome, Verdict, percentile, waits
 from .load import Load
 from .model import prompt_of
 from .overload import arrivals
-from .sitting import Sitting
+from .sitting import Sitting, ticks
 
 POLICIES = ("prefix_aware", "least_work", "power_of_two", "round_robin")
 PAGE = 16
@@ -54,11 +55,11 @@ async def run(sitting: Sitting, tell: Tell, done: Callable[[Outcome], None]) -> 
     hot: dict[str, dict[str, Any]] = {}
     for number, policy in enumerate(POLICIES):
         tell(f"{policy}, {documents} documents, {rate:.1f} requests/s")
-        await sitting.deploy(settings(policy))
+        await switch(sitting, policy)
         rows.append({"policy": policy, **await traffic(sitting, rate, documents, 0.0, seed=number)})
     for number, policy in enumerate(("prefix_aware", "least_work")):
         tell(f"{policy}, {_HOT:.0%} about one document")
-        await sitting.deploy(settings(policy))
+        await switch(sitting, policy)
         hot[policy] = await traffic(sitting, 2 * rate, documents, _HOT, seed=10 + number)
         rows.append({"policy": f"{policy}, {_HOT:.0%} about one", **hot[policy]})
     rows.append({"policy": "oracle", "found": f"{best:.1%}"})
@@ -92,6 +93,17 @@ async def run(sitting: Sitting, tell: Tell, done: Callable[[Outcome], None]) -> 
         "requests/s": rate,
     }
     done(Outcome(scenario="prefix", rows=rows, verdicts=verdicts, settings={**sitting.settings, "workload": workload}))
+
+
+async def switch(sitting: Sitting, policy: str) -> None:
+    """Another policy without a restart, by the way that limits travel to the Board."""
+    from ...serving.app import parse_args, pool_limits
+
+    await sitting.adjust(user_config={**asdict(pool_limits(parse_args(sitting.settings))), "policy": policy})
+    async for _ in ticks(0.25):
+        if (await sitting.snapshot())["policy"] == policy:
+            break
+    await sitting.whole()
 
 
 async def cold_seconds(sitting: Sitting) -> float:

@@ -17,7 +17,7 @@ from .failures import Tell, body
 from .judge import Outcome, Verdict, percentile, waits
 from .load import Load
 from .model import prompt_of
-from .sitting import Sitting, after, ticks
+from .sitting import Sitting, after, replica_states, ticks
 
 PROMPT, ANSWER = 32, 64
 SLOTS = 16
@@ -73,7 +73,7 @@ class Watch:
     async def _watch(self) -> None:
         start = asyncio.get_running_loop().time()
         async for now in ticks(SAMPLE_S):
-            states = (await self._sitting.states())["Engine"]
+            states = replica_states(await self._sitting.status()).get("Engine", {})
             books = await self._sitting.snapshot()
             requests = books["waiting"] + sum(facts["leases"] for facts in books["replicas"].values())
             self.samples.append(
@@ -121,6 +121,7 @@ async def run(sitting: Sitting, figure: Path | None, tell: Tell, done: Callable[
 
     tell("down to none")
     await sitting.start_deploying(settings(0, top))
+    await sitting.whole(1)
     watch = Watch(sitting)
     idle = await watch.until(0, 240)
     tell("a request for a pool without replicas")

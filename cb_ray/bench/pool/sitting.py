@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import tempfile
-import zlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,6 +47,8 @@ class Sitting:
         self.model, self.replicas, self.port = model, replicas, port
         self.door, self.engines = divide(tuple(os.sched_getaffinity(0)), replicas)
         self.settings: dict[str, Any] = {}
+        self._args: dict[str, Any] = {}  # of `build`
+        self._engine: dict[str, Any] = {}  # Serve options laid over those that `build` gives
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -104,47 +105,58 @@ class Sitting:
             "engine": {"device": "cpu", "dtype": "float32", "num_cpus": 0.1, "num_threads": 1, "page_size": 16},
         }
 
-    async def deploy(
-        self, changes: Mapping[str, Any], load: Callable[[Any], Any] | None = None, replicas: int | None = None
-    ) -> None:
-        """The app with `changes` to the base settings. Returns when it runs, all replicas with it, and those it replaces are gone."""
-        await self.start_deploying(changes, load)
+    async def deploy(self, changes: Mapping[str, Any], replicas: int | None = None, fountain: int | None = None) -> None:
+        """The app with `changes` to the base settings. Returns when it runs, `replicas` with it (default: as many as the settings
+        say), and those it replaces are gone. `fountain`: engines that compute nothing."""
+        await self.start_deploying(changes, fountain)
         await self.whole(replicas)
 
-    async def start_deploying(self, changes: Mapping[str, Any], load: Callable[[Any], Any] | None = None) -> None:
-        """As `deploy`, but returns when Serve calls the app running: some replicas may still be on their way out."""
-        from ray import serve
-
-        from ...serving.app import Cluster, application, parse_args
-
+    async def start_deploying(self, changes: Mapping[str, Any], fountain: int | None = None) -> None:
+        """As `deploy`, but does not wait."""
         self.settings = merged(self.base(), changes)
-        args = parse_args(self.settings)
-        app = application(
-            args,
-            cluster=Cluster(num_cpus=self.replicas, num_gpus=0),
-            load=load or partial(inside.load, cores=tuple(self.engines)),
-        )
-        await asyncio.to_thread(serve.run, app, name=APP, route_prefix="/")
+        self._args = {"settings": self.settings, "cores": self.engines, "replicas": self.replicas, "fountain": fountain}
+        self._engine = {}
+        await self._apply()
+
+    async def adjust(self, **options: Any) -> None:
+        """Other Serve options for the Engine deployment, such as another number of replicas: nothing restarts. Does not wait."""
+        self._engine |= options
+        await self._apply()
+
+    async def _apply(self) -> None:
+        """As `serve run FILE` and KubeRay do it: what stands under `args` is part of the version, what is beside it is not.
+        (`serve.run` from Python gives everything a new version every time.)"""
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        app: dict[str, Any] = {"name": APP, "route_prefix": "/", "import_path": f"{__name__}:build", "args": self._args}
+        if self._engine:
+            app["deployments"] = [{"name": "Engine", **self._engine}]
+        logs = {"log_level": "INFO", "enable_access_log": False}
+        schema = ServeDeploySchema.model_validate({"applications": [app], "logging_config": logs})
+        client: Any = _get_global_client()
+        await asyncio.to_thread(client.deploy_apps, schema)
 
     async def whole(self, replicas: int | None = None) -> None:
-        """Wait until so many replicas run (default: as many as the settings say), and none starts or stops."""
-        wanted = self.settings["pool"]["max_replicas"] if replicas is None else replicas
+        """Wait until so many replicas run (default: as many as were asked for), and none starts or stops. Raises RuntimeError when
+        Serve gives up."""
+        asked = self._engine.get("num_replicas", self.settings["pool"]["max_replicas"])
+        wanted = asked if replicas is None else replicas
         async for _ in ticks(0.25):
-            states, alive = await self.states(), await asyncio.to_thread(self.names, "Engine")
+            app, alive = await self.status(), await asyncio.to_thread(self.names, "Engine")
+            if app.status == "DEPLOY_FAILED":
+                raise RuntimeError(f"Serve could not deploy the app: {app.message}")
+            states = replica_states(app)
             # Serve learns late of a death; that an actor is there says nothing of its being ready
-            if len(alive) == wanted and states["Engine"] == {"RUNNING": wanted} and set(states["Router"]) == {"RUNNING"}:
+            engines = len(alive) == wanted and states.get("Engine", {}) == ({"RUNNING": wanted} if wanted else {})
+            if app.status == "RUNNING" and engines and set(states["Router"]) == {"RUNNING"}:
                 return
 
-    async def states(self) -> dict[str, dict[str, int]]:
-        """Replicas by deployment and state, those with none left out."""
+    async def status(self) -> Any:
+        """What Serve says of the app."""
         from ray import serve
 
-        status = await asyncio.to_thread(serve.status)
-        app = status.applications[APP]
-        return {
-            name: {str(getattr(state, "value", state)): count for state, count in deployment.replica_states.items() if count}
-            for name, deployment in app.deployments.items()
-        }
+        return (await asyncio.to_thread(serve.status)).applications[APP]
 
     async def board(self) -> Any:
         """The Board's actor. Raises RuntimeError while there is none."""
@@ -174,12 +186,23 @@ class Sitting:
         os.kill((await self.call(deployment, inside.pid, replica))[replica], signal.SIGKILL)
 
 
-def _version(deployment: Any, *made_from: object) -> Any:
-    """`deployment` under a version that tells what its replicas are made from, so that Serve replaces them only when that changes.
+def build(args: dict[str, Any]) -> Any:
+    """The application that a benchmark deploys: the ordinary one, with `load` of `replica.py`."""
+    from ...serving.app import Cluster, application, parse_args
+    from . import plane
 
-    Serve gives every `serve.run` a version of its own unless told otherwise, which it lets only itself do.
-    """
-    return deployment.options(version=f"{zlib.crc32(repr(made_from).encode()):08x}", _internal=True)
+    load = partial(inside.load, cores=tuple(args["cores"]))
+    if args["fountain"]:
+        load = partial(plane.load, piece=args["fountain"])
+    return application(parse_args(args["settings"]), cluster=Cluster(num_cpus=args["replicas"], num_gpus=0), load=load)
+
+
+def replica_states(app: Any) -> dict[str, dict[str, int]]:
+    """Replicas by deployment and state, in what Serve says of an app; those with none are left out."""
+    return {
+        name: {str(getattr(state, "value", state)): count for state, count in deployment.replica_states.items() if count}
+        for name, deployment in app.deployments.items()
+    }
 
 
 def _replicas_of(deployment: str) -> dict[str, Any]:
