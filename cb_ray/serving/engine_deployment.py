@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -35,6 +36,7 @@ from .replica_router import BOARD
 from .tracing import Tracing
 
 logger = logging.getLogger("ray.serve")
+_LAST_WORDS_S = 0.5  # for an error to reach Serve and the log
 
 
 class EngineLike(Protocol):
@@ -134,8 +136,16 @@ class Engine:
             self._progress = (steps, now)
         stuck_s = now - self._progress[1]
         if stuck_s > self._spec.step_timeout_s:
-            raise EngineFailedError(f"no step has ended for {stuck_s:.0f} s though requests are in the engine")
+            error = EngineFailedError(f"no step has ended for {stuck_s:.0f} s though requests are in the engine")
+            self._give_up(error)
+            raise error
         self._pulse.touch()  # the Board hears of an idle replica at this pace
+
+    def _give_up(self, error: EngineFailedError) -> None:
+        """End the process, a moment after its last words. A step that hangs cannot be stopped, and Serve would let the streams
+        behind it wait for the whole grace period; so they move on now, and the device is free for the next replica."""
+        logger.critical("%s: this replica ends", error)
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, 1)
 
     async def reconfigure(self, limits: Mapping[str, Any]) -> None:
         """Serve's `user_config`: the pool's limits, which travel this way so that changing them restarts nothing."""

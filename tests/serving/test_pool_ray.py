@@ -20,7 +20,7 @@ import httpx
 import ray
 from ray import serve
 
-from cb_ray.errors import QueueFullError
+from cb_ray.errors import QueueFullError, ReplicaLostError
 from cb_ray.messages import GenerateRequest, TokenChunk
 from cb_ray.serving.app import AppArgs, Cluster, application, engine_options, parse_args, settle
 from cb_ray.serving.engine_deployment import Engine, EngineSpec
@@ -339,6 +339,30 @@ def test_a_replica_that_refuses_is_asked_again_later(stage, tiny_model_dir):
         asyncio.run(story())
     finally:
         serve.delete("tight")
+
+
+def test_a_replica_whose_step_hangs_ends_and_its_streams_are_told_at_once(stage, tiny_model_dir):
+    """Serve drains a replica that is unhealthy: streams behind a step that never ends hung for the whole grace period."""
+    args = settings(tiny_model_dir, replicas=1)
+    engine = settle(args, Cluster(num_cpus=4, num_gpus=0))
+    options = {**engine_options(args, engine), "health_check_period_s": 0.2, "graceful_shutdown_timeout_s": 600}
+    spec = EngineSpec(model=args.model, engine=engine, slots=SLOTS, step_timeout_s=1.0, load=load_fake)
+    handle = serve.run(serve.deployment(name="Engine")(Engine).options(**options).bind(spec), name="stuck", route_prefix=None)
+
+    async def story():
+        asked = request()
+        hung = asyncio.ensure_future(read(handle, asked))
+        ((_, stuck),) = await stage.happened.remote("start", 1)
+        assert isinstance(await hung, ReplicaLostError)
+        await stage.open.remote()
+        assert await read(handle, asked) == expected(asked)
+        _, (_, fresh) = await stage.happened.remote("start", 2)
+        assert fresh != stuck
+
+    try:
+        asyncio.run(story())
+    finally:
+        serve.delete("stuck")
 
 
 def test_without_a_board_requests_go_on_and_it_comes_back(stage):

@@ -13,7 +13,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -108,22 +109,30 @@ async def _run(given: argparse.Namespace, names: Sequence[str], outcomes: list[O
             sys.stdout.flush()
             bar.update()
 
+        async def attempt(what: Awaitable[None]) -> None:
+            """What one scenario breaks on does not keep the others from being tried."""
+            try:
+                await what
+            except Exception:
+                tqdm.write(traceback.format_exc(), file=sys.stderr)
+
         if "plane" in names:
-            options = ["--replicas", str(given.replicas)]
-            await plane.run(options, tell, done)
+            await attempt(plane.run(["--replicas", str(given.replicas)], tell, done))
         if set(names) == {"plane"}:
             return
         tell("Ray starts")
         async with Sitting.open(_model(given), given.replicas) as sitting:
-            await failures.run(sitting, names, given.streams, tell, done)
+            await attempt(failures.run(sitting, names, given.streams, tell, done))
+            if "router" in names:
+                await attempt(failures.run_router(sitting, given.streams, tell, done))
             if "overload" in names:
-                await overload.run(sitting, given.routers, given.seconds, tell, done)
+                await attempt(overload.run(sitting, given.routers, given.seconds, tell, done))
             if "prefix" in names:
-                await prefix.run(sitting, tell, done)
+                await attempt(prefix.run(sitting, tell, done))
             if "weights" in names:
-                await weights.run(sitting, given.streams, given.width, given.layers, tell, done)
+                await attempt(weights.run(sitting, given.streams, given.width, given.layers, tell, done))
             if "scale" in names:
-                await scale.run(sitting, given.figure, tell, done)
+                await attempt(scale.run(sitting, given.figure, tell, done))
 
 
 async def _one_path(given: argparse.Namespace) -> list[dict[str, Any]]:
