@@ -28,6 +28,7 @@ COMMANDS = {
     "verify": Command("cb_ray.bench.verify", "prove that a model gives the same tokens here as with model.generate"),
     "drain": Command("cb_ray.serving.drain", "empty the Ray node on this machine before it goes"),
     "plan": Command("cb_ray.foresight.command", "how many replicas, which routing: the real scheduler in simulated time"),
+    "replay": Command("cb_ray.foresight.replay", "send a request log again, to a server or to the simulator"),
     "bench": Command("cb_ray.bench.command", "measure the engine on this machine"),
     "completion": Command("cb_ray.completion", "print a completion script for a shell"),
 }

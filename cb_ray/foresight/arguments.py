@@ -38,11 +38,11 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-def add_pool(parser: argparse.ArgumentParser) -> None:
-    """A pool of simulated replicas."""
+def add_pool(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """A pool of simulated replicas. `required`: what its steps cost must be said."""
     costs = parser.add_argument_group("what a replica is like (sizes in tokens)")
     costs.add_argument(
-        "--costs", required=True, help="what `cb-ray plan fit --out` wrote, or step_s=0.01,query_s=4e-5,… in seconds"
+        "--costs", required=required, help="what `cb-ray plan fit --out` wrote, or step_s=0.01,query_s=4e-5,… in seconds"
     )
     costs.add_argument("--page-size", type=int, default=64)
     costs.add_argument("--cache-tokens", type=int, default=262_144, help="what one replica's KV cache holds")

@@ -8,7 +8,8 @@ error that names the setting by its path (`pool.max_replicas`). Knows nothing of
       ├── pool:    PoolArgs      how many replicas, what each takes, when one is given up
       ├── router:  RouterArgs    the HTTP side
       ├── tracing: TracingArgs   where OpenTelemetry spans go
-      └── engine:  EngineArgs    any ContinuousBatchingConfig field, and where it runs
+      ├── engine:  EngineArgs    any ContinuousBatchingConfig field, and where it runs
+      └── request_log: RequestLogArgs  what was asked, in a file
 """
 
 from __future__ import annotations
@@ -179,6 +180,24 @@ class EngineArgs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLogArgs:
+    """A file of what was asked, for `cb-ray plan` and `cb-ray replay`. `content` digests: salted names of the prompt's pages, which say
+    what is equal and nothing else; tokens: the token ids of prompts and answers, which replays compare. Text is never written."""
+
+    directory: str
+    content: Literal["digests", "tokens"] = "digests"
+    page_size: int = 64  # of the pages that are named
+    salt: str | None = None  # the same for all Routers and restarts, to compare their logs; None: a random one for each
+    max_bytes: int = 64 * 2**20  # of one file, and
+    max_files: int = 8  # of them; the oldest goes
+
+    def __post_init__(self) -> None:
+        _require(bool(self.directory), "request_log.directory", self.directory, "a directory")
+        for name in ("page_size", "max_bytes", "max_files"):
+            _require(getattr(self, name) >= 1, f"request_log.{name}", getattr(self, name), "1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AppArgs:
     """The whole app. `max_queue_size` bounds the requests that wait anywhere in the pool (0: no bound)."""
 
@@ -190,6 +209,7 @@ class AppArgs:
     router: RouterArgs = field(default_factory=RouterArgs)
     tracing: TracingArgs = field(default_factory=TracingArgs)
     engine: EngineArgs = field(default_factory=EngineArgs)
+    request_log: RequestLogArgs | None = None  # None: nothing is recorded
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", self.model, "a hub id, a directory, a .gguf file or demo:smollm2-135m")

@@ -29,6 +29,7 @@ from .metrics import Metrics
 from .middleware import log_to_stdout
 from .pool_view import view_of
 from .ray_metrics import RayMirror
+from .recording import Source, recorded
 from .response_store import STORE, Responses, ResponseStore, StoreClient
 from .served_model import ServedModel
 from .settings import DoorSettings
@@ -47,7 +48,7 @@ class Desk:
     """One model's side of a Router."""
 
     model: ServedModel
-    source: SteadySource
+    source: Source
     http: FastAPI
 
 
@@ -107,7 +108,8 @@ def served(args: AppArgs) -> ServedModel:
 def desk(args: AppArgs, model: ServedModel, engine: DeploymentHandle, store: Responses | None) -> Desk:
     """A model's door in front of its engines."""
     moved: list[Metrics] = []
-    source = SteadySource(HandleSource(engine), args.router.max_failovers, lambda: moved[0].failovers.inc())
+    steady = SteadySource(HandleSource(engine), args.router.max_failovers, lambda: moved[0].failovers.inc())
+    source = recorded(steady, args.request_log)
     http = build_http_app(model, source, door_settings(args), view_of(engine.app_name, engine.deployment_name), store)
     door = http.state.door
     moved.append(door.metrics)
