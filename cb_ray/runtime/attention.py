@@ -118,6 +118,13 @@ class PagedAttention:
         """Take the name back."""
         AttentionInterface._global_mapping.pop(self.name, None)
 
+    def of_step(self, module: nn.Module) -> tuple[LayerPages, GroupBatch]:
+        """Where the layer of an attention module keeps keys and values, and the step as its group sees it."""
+        if not self._groups:
+            raise RuntimeError("the model runs outside a step of its engine; use `with manager.pause():` to call it yourself")
+        pages = self._cache.layers[self._layer_of[id(module)]]
+        return pages, self._groups[pages.group]
+
     def _forward(
         self,
         module: nn.Module,
@@ -131,10 +138,7 @@ class PagedAttention:
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         """query [1, heads, Q, k_dim], key and value [1, kv_heads, Q, dim] → [1, Q, heads, v_dim]."""
-        if not self._groups:
-            raise RuntimeError("the model runs outside a step of its engine; use `with manager.pause():` to call it yourself")
-        pages = self._cache.layers[self._layer_of[id(module)]]
-        batch = self._groups[pages.group]
+        pages, batch = self.of_step(module)
         extras = Extras(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
         query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
         return self.backend.write_and_attend(query, key, value, pages, batch, extras)[None], None

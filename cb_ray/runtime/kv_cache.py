@@ -17,6 +17,7 @@ import torch
 
 from ..core.layout import CacheLayout
 from ..core.plan import BatchPlan, BlockCopy
+from .native.memory import advise_huge_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +93,12 @@ class KVCache:
 
 
 def _zeros(items: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
-    """Zeros. On the host the system's own zero pages: memory that no request has reached costs nothing.
+    """Zeros. On the host the system's own zero pages, large ones if it has them: memory that no request has reached costs nothing.
 
     They must be zeros, not just any bytes: a masked score is no number where a key is none.
     """
     if device.type != "cpu" or pinned:
         return torch.zeros(items, dtype=dtype, device=device, pin_memory=pinned)
-    return torch.from_numpy(np.zeros(items * dtype.itemsize, np.uint8)).view(dtype)
+    zeros = torch.from_numpy(np.zeros(items * dtype.itemsize, np.uint8)).view(dtype)
+    advise_huge_pages(zeros)
+    return zeros

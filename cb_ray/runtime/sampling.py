@@ -18,6 +18,7 @@ import torch
 
 from ..core.plan import Row, StepResult
 from ..messages import SamplingParams, TopLogprobs
+from .native.choosing import choose as native_choose
 
 _CANDIDATES = 1024  # top-p looks at this many best tokens first; the whole vocabulary is sorted only if they do not suffice
 
@@ -46,37 +47,62 @@ def sample(
     `logits` [S, V] in any float dtype, one row per entry of `rows`; `index_of` is each row's place in its plan, under which
     extras and errors are reported. A row whose scores are not numbers fails alone.
     """
-    plain = not processors and all(_is_plain(row) for row in rows)
-    if plain:
-        best, tokens = logits.max(dim=-1)
-        return StepResult(tokens.tolist(), errors=_errors(best.float(), index_of))
-    scores = logits.to(torch.float32, copy=True)  # rows are changed in place below
+    shaped = [s for s, row in enumerate(rows) if processors or _is_shaped(row)]
+    shown = [s for s, row in enumerate(rows) if row.sampling.logprobs is not None]
+    scores = logits.to(torch.float32, copy=True) if shaped or shown else logits  # rows are changed in place below
     errors: dict[int, Exception] = {}
-    for s, row in enumerate(rows):
-        if processors or _is_shaped(row):
-            try:
-                scores[s] = shape(scores[s], row, processors)
-            except Exception as error:
-                errors[index_of[s]] = error
-                scores[s] = 0.0
-    drawn = [s for s, row in enumerate(rows) if not row.sampling.greedy]
+    for s in shaped:
+        try:
+            scores[s] = shape(scores[s], rows[s], processors)
+        except Exception as error:
+            errors[index_of[s]] = error
+            scores[s] = 0.0
+    if not shown:
+        best, tokens = choose(scores, rows)
+        return StepResult(tokens.tolist(), errors={**_errors(best, index_of), **errors})
+    quiet = [s for s, row in enumerate(rows) if row.sampling.logprobs is None]
+    best, tokens = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
+    if quiet:
+        found = choose(scores[quiet], [rows[s] for s in quiet])
+        best[quiet], tokens[quiet] = found[0].float().cpu(), found[1].cpu()
+    drawn = [s for s in shown if not rows[s].sampling.greedy]
     if drawn:
         scores[drawn] = warp(scores[drawn], [rows[s].sampling for s in drawn])
-    best, tokens = scores.max(dim=-1)
-    errors = {**_errors(best, index_of), **errors}
+    of_shown = scores[shown]
+    best[shown], picked = (found.cpu() for found in of_shown.max(dim=-1))
+    tokens[shown] = picked
     if drawn:
-        numbers = uniforms([rows[s].seed for s in drawn], [rows[s].token_index for s in drawn]).to(scores.device)
-        tokens[drawn] = draw(scores[drawn], numbers)
-    if not any(row.sampling.logprobs is not None for row in rows):
-        return StepResult(tokens.tolist(), errors=errors)
-    logprobs = scores - scores.logsumexp(dim=-1, keepdim=True)
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    tops = {index_of[s]: best_of(logprobs[s], row.sampling.logprobs) for s, row in enumerate(rows) if row.sampling.logprobs}
-    return StepResult(tokens.tolist(), chosen.tolist(), top_logprobs=tops, errors=errors)
+        tokens[drawn] = draw(scores[drawn], _numbers([rows[s] for s in drawn])).cpu()
+    logprobs = of_shown - of_shown.logsumexp(dim=-1, keepdim=True)
+    chosen = torch.zeros(len(rows))
+    chosen[shown] = logprobs.gather(1, tokens[shown].to(logprobs.device)[:, None])[:, 0].cpu()
+    wanted = [(s, rows[s].sampling.logprobs) for s in shown]
+    tops = {index_of[s]: best_of(logprobs[place], count) for place, (s, count) in enumerate(wanted) if count}
+    return StepResult(tokens.tolist(), chosen.tolist(), top_logprobs=tops, errors={**_errors(best, index_of), **errors})
 
 
-def _is_plain(row: Row) -> bool:
-    return row.sampling.greedy and row.sampling.logprobs is None and not _is_shaped(row)
+def choose(scores: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(greatest score, token) of each row [S, V]: the greatest itself where the row is greedy, else drawn from what `warp` leaves.
+
+    On a CPU by native kernels where there are any: the same choice, but for rounding, in a tenth of the time.
+    """
+    drawn = [s for s, row in enumerate(rows) if not row.sampling.greedy]
+    numbers = _numbers(rows if drawn else ())
+    found = native_choose(scores, [row.sampling for row in rows], numbers)
+    if found is not None:
+        return found
+    if not drawn:
+        best, tokens = scores.max(dim=-1)
+        return best.float(), tokens
+    scores = scores.to(torch.float32, copy=True)
+    scores[drawn] = warp(scores[drawn], [rows[s].sampling for s in drawn])
+    best, tokens = scores.max(dim=-1)
+    tokens[drawn] = draw(scores[drawn], numbers[drawn])
+    return best, tokens
+
+
+def _numbers(rows: Sequence[Row]) -> torch.Tensor:
+    return uniforms([row.seed for row in rows], [row.token_index for row in rows])
 
 
 def _is_shaped(row: Row) -> bool:

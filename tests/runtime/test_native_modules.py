@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cb_ray.runtime.native import NativeOps, Unavailable, load
+from cb_ray.messages import SamplingParams
+from cb_ray.runtime.native import NativeOps, Unavailable, decoder_layer, load
 from cb_ray.runtime.native.modules import NativeModules
+
+from .driving import random_prompts, run
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +170,33 @@ def test_a_layer_that_does_something_more_is_not_taken_for_a_common_one(
         kinds(NativeModules(model, ops))
     )
     assert kinds(NativeModules(other, ops))[base.__name__] == 1 and kinds(NativeModules(other, ops))["LlamaMLP"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral_sliding"])
+def test_a_layer_in_one_call_is_what_seven_calls_give(
+    ops: NativeOps,
+    tiny_model: Callable[..., PreTrainedModel],
+    family: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the last bit, in chunks and steps, over pages that are shared; and the one call is what an engine uses."""
+    model, prompts = tiny_model(family).to(dtype), random_prompts([1, 5, 17, 33])
+    settings = {"page_size": 4, "max_batch_tokens": 16}
+    calls: list[bool] = []
+    found = decoder_layer._native_attention
+
+    def counted(attention: Any) -> Any:
+        calls.append(True)
+        return found(attention)
+
+    monkeypatch.setattr(decoder_layer, "_native_attention", counted)
+    one, _ = run(model, prompts, 6, sampling=SamplingParams(do_sample=False, logprobs=3), **settings)
+    assert calls
+    monkeypatch.setattr(decoder_layer, "_native_attention", lambda _: None)
+    seven, _ = run(model, prompts, 6, sampling=SamplingParams(do_sample=False, logprobs=3), **settings)
+    assert [(c.token_ids, c.top_logprobs) for c in one] == [(c.token_ids, c.top_logprobs) for c in seven]
 
 
 def test_more_rows_than_the_kernels_are_made_for_take_the_models_own_way(

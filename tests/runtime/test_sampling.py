@@ -118,6 +118,18 @@ def test_a_token_depends_on_its_seed_and_index_alone() -> None:
     assert together == alone == backwards
 
 
+def test_what_one_row_asks_for_changes_no_other_row() -> None:
+    """Logprobs and a penalty for one row leave the others' tokens, and bf16 logits are chosen from as their floats are."""
+    scores = logits(8, rows=4).bfloat16()
+    plain = [row(SamplingParams(temperature=1.2, top_p=0.9), seed=s) for s in range(3)]
+    alone = sample(scores[:3], plain, [0, 1, 2]).token_ids
+    for other in (SamplingParams(logprobs=2), SamplingParams(repetition_penalty=1.3), SamplingParams(do_sample=False)):
+        mixed = sample(scores, [*plain, row(other, history=[3])], [0, 1, 2, 3])
+        assert mixed.token_ids[:3] == alone
+        assert (mixed.logprobs is None) == (other.logprobs is None)
+    assert sample(scores[:3].float(), plain, [0, 1, 2]).token_ids == alone
+
+
 def test_the_numbers_are_uniform_and_independent_of_company() -> None:
     """Means, spread and neighbouring seeds or indices look random; a number is a pure function of (seed, index)."""
     numbers = uniforms([s for s in range(200) for _ in range(200)], [i for _ in range(200) for i in range(200)]).view(200, 200)

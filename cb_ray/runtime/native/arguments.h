@@ -25,6 +25,8 @@ inline Type type_of(const Tensor& t, const char* name) {
   }
 }
 
+inline int64_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
+
 // How many threads calls share, if on our own helpers: one or the other for all of a process, lest the idle spinners of one
 // pool disturb the other.
 inline std::atomic<int> own_threads{0};  // 0: torch's pool

@@ -53,6 +53,13 @@ struct Job {
   int64_t partials;  // where its partials begin, in floats; used when tasks > 1
 };
 
+// What a thread does after a task of a stream, so that memory can be asked for it: a stream again, or null.
+struct After {
+  const Job* job;
+  int chunk;  // its first
+  bool asked;  // whether the task itself was announced like this
+};
+
 enum class Activation { silu, gelu_tanh };
 
 // out = x weight^T, and what a model does right after it, rounded where the model would round:
@@ -122,7 +129,7 @@ struct Kernels {
   // Bytes of working memory that one task needs.
   size_t (*scratch)(const Attention&);
   // Chunks [begin, end). `partials` holds one partial per chunk of the job; null: the job is this task, write its answer.
-  void (*run)(const Attention&, const Job&, int begin, int end, float* partials, char* scratch);
+  void (*run)(const Attention&, const Job&, int begin, int end, float* partials, char* scratch, After after);
   // Fold the partials of all chunks, in order, and write the answer.
   void (*finish)(const Attention&, const Job&, float* partials, char* scratch);
   // Whether numbers of a type are multiplied in pairs, and whether so many rows of x are few.

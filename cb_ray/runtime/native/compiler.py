@@ -126,7 +126,8 @@ def compile_into(built: Path, torch: Torch, compiler: Path) -> None:
         headers = ["-isystem", str(torch.root / "include"), TORCH_FLOOR]
         orders = {name: [*common, "-c", str(HERE / f"{name}.cpp")] for name in ("plan", "linear_plan", "pool")}
         orders |= {
-            name: [*common, *headers, "-c", str(HERE / f"{name}.cpp")] for name in ("paged_attention", "linear_ops", "choose_ops")
+            name: [*common, *headers, "-c", str(HERE / f"{name}.cpp")]
+            for name in ("paged_attention", "linear_ops", "layer_ops", "choose_ops")
         }
         needed = (*orders, "portable")
         for level, flags in LEVELS.items():

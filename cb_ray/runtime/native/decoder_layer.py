@@ -1,10 +1,11 @@
-"""A whole decoder layer of the common shape as seven native calls, where a model's own code takes some fifty operations.
+"""A whole decoder layer of the common shape as one native call, where a model's own code takes some fifty operations.
 
     norm ─▶ q, k, v ─▶ (norms of heads) ─▶ rotary ─▶ attention ─▶ output, + residual ─▶ norm ─▶ gated MLP, + residual
 
 Owns which layers have that shape. Knows the names of submodules that dozens of families share, and no family: a layer is taken when
 it has exactly these parts and a probe through the model's own code gives the same queries, keys, values, attention keywords and
-answer. Attention itself stays whatever the model's config names, asked for in the way the model asks.
+answer. Attention itself stays whatever the model's config names, asked for in the way the model asks; then a layer is seven calls.
+Where that is our own over native pages, which knows what the model asks it for, all of the layer is one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..attention import PagedAttention
 from ..attention_switch import AttentionSwitch
 from .loader import NativeOps
 from .parts import Norm, find_gelu, find_norm, is_linear, is_plain, most_rows, ready, same
@@ -150,6 +152,7 @@ def _named(module: nn.Module) -> set[str]:
 def _forward(layer: nn.Module, p: _Parts, ops: NativeOps, keywords: Mapping[str, Any]) -> Forward:
     """The layer on native kernels; `keywords` are what it gives attention besides what it is given itself."""
     own, rows, dim = layer.forward, most_rows(p.query.weight.dtype), p.head_dim
+    whole = _whole(p, ops, keywords)
     qkv, turn, linear, mlp = ops.linear_qkv, ops.rotary_, ops.linear, ops.gated_mlp
     attention, query, key, value, output = p.attention, p.query, p.key, p.value, p.output
 
@@ -158,6 +161,8 @@ def _forward(layer: nn.Module, p: _Parts, ops: NativeOps, keywords: Mapping[str,
         cached = given.get("cache") is not None or given.get("past_key_values") is not None
         if args or angles is None or cached or layer.training or not ready(hidden_states, query.weight, rows):
             return own(hidden_states, *args, **given)
+        if whole is not None and (paged := _native_attention(attention)) is not None:
+            return whole(hidden_states, *angles, paged)
         shape = hidden_states.shape[:-1]
         x = p.before_attention(hidden_states)
         weights, biases = (query.weight, key.weight, value.weight), (query.bias, key.bias, value.bias)
@@ -180,6 +185,44 @@ def _forward(layer: nn.Module, p: _Parts, ops: NativeOps, keywords: Mapping[str,
         return mlp(p.before_mlp(hidden_states), p.gate.weight, p.up.weight, p.down.weight, p.gelu, hidden_states)
 
     return forward
+
+
+def _whole(p: _Parts, ops: NativeOps, keywords: Mapping[str, Any]) -> Callable[..., Tensor] | None:
+    """The layer as one call, (x, cos, sin, attention over native pages); None where its heads' norms differ in more than weights."""
+    first, second, of_queries, of_keys = p.before_attention, p.before_mlp, p.of_queries, p.of_keys
+    heads = (0.0, 0)
+    if of_queries is not None and of_keys is not None:
+        heads = (of_queries.epsilon, of_queries.style)
+        if heads != (of_keys.epsilon, of_keys.style):
+            return None
+    query, key, value, output, gate, up, down = p.query, p.key, p.value, p.output, p.gate, p.up, p.down
+    op, gelu, attention = ops.decoder_layer, p.gelu, p.attention
+    scaling, softcap = keywords.get("scaling"), keywords.get("softcap") or 0.0
+    scaling = p.head_dim**-0.5 if scaling is None else scaling
+
+    def whole(x: Tensor, cos: Tensor, sin: Tensor, paged: PagedAttention) -> Tensor:
+        pages, batch = paged.of_step(attention)
+        return op(
+            *(x, cos, sin),
+            *(first.module.weight, first.epsilon, first.style),
+            *(second.module.weight, second.epsilon, second.style),
+            None if of_queries is None else of_queries.module.weight,
+            None if of_keys is None else of_keys.module.weight,
+            *heads,
+            *(query.weight, key.weight, value.weight, output.weight),
+            *(query.bias, key.bias, value.bias, output.bias),
+            *(gate.weight, up.weight, down.weight, gelu),
+            *(pages.keys, pages.values, batch.slots, batch.table, batch.cu_q, batch.starts),
+            *(scaling, pages.window or 0, softcap),
+        )
+
+    return whole
+
+
+def _native_attention(attention: Any) -> PagedAttention | None:
+    """Our own attention over pages by the native kernels, if that is what the model's config names."""
+    paged = getattr(_attention_function(attention), "__self__", None)
+    return paged if isinstance(paged, PagedAttention) and paged.backend.name == "cpu" else None
 
 
 _CONSUMED = {"attention_mask", "position_embeddings", "cache", "past_key_values"}

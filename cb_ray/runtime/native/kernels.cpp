@@ -47,23 +47,23 @@ size_t scratch(const Attention& a) {
 }
 
 template <class T>
-void run_as(const Attention& a, const Job& j, int begin, int end, float* partials, char* memory) {
+void run_as(const Attention& a, const Job& j, int begin, int end, float* partials, char* memory, After after) {
 #if defined(__AVX512BF16__)
   if constexpr (same<T, bf16>)
     if (a.query_type == Type::bf16) {
       if (j.tiled) return run_tile<bf16, Pairs>(a, j, begin, end, partials, memory);
-      return run_stream<bf16, PairDots>(a, j, begin, end, partials, memory);
+      return run_stream<bf16, PairDots>(a, j, begin, end, partials, memory, after);
     }
 #endif
   if (j.tiled) return run_tile<T, Floats>(a, j, begin, end, partials, memory);
-  run_stream<T, WidenedDots<T>>(a, j, begin, end, partials, memory);
+  run_stream<T, WidenedDots<T>>(a, j, begin, end, partials, memory, after);
 }
 
-void run(const Attention& a, const Job& j, int begin, int end, float* partials, char* memory) {
+void run(const Attention& a, const Job& j, int begin, int end, float* partials, char* memory, After after) {
   switch (a.cache_type) {
-    case Type::f32: return run_as<float>(a, j, begin, end, partials, memory);
-    case Type::bf16: return run_as<bf16>(a, j, begin, end, partials, memory);
-    case Type::f16: return run_as<f16>(a, j, begin, end, partials, memory);
+    case Type::f32: return run_as<float>(a, j, begin, end, partials, memory, after);
+    case Type::bf16: return run_as<bf16>(a, j, begin, end, partials, memory, after);
+    case Type::f16: return run_as<f16>(a, j, begin, end, partials, memory, after);
   }
 }
 

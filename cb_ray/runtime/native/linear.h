@@ -3,10 +3,11 @@
 //   few rows of x (`few`):   16 columns at a time; a dot product per row and column, numbers of one weight row in lanes
 //   more:                    rows of x in lanes (packed, once per call), weights broadcast pair by pair as they are read
 //
-// Either way a weight is read from memory once, in the order in which it lies, asked for some 12 or 24 KB ahead, a little
-// at a time: the machine's own prefetcher does not keep up with rows read side by side. Included by kernels.cpp inside a level's namespace.
+// Either way a weight is read from memory once, in the order in which it lies, asked for some 32 or 24 KB ahead, a little
+// at a time: the machine's own prefetcher does not keep up with rows read side by side. Few rows are bound by memory, so they ask
+// the second-level cache, which has more requests under way at a time. Included by kernels.cpp inside a level's namespace.
 
-constexpr int64_t kDotsAhead = 12288, kLanesAhead = 24576;  // bytes
+constexpr int64_t kDotsAhead = 32768, kLanesAhead = 24576;  // bytes
 constexpr int kMostFew = W == 16 ? 28 : 6;
 
 // Whether rows of x are few: a handful, or as many as stay in the first-level cache beside the weights that pass by.
@@ -50,7 +51,7 @@ static inline void dot_four(const typename D::Query* x, int64_t x_row, const typ
   constexpr int bytes = share * D::step * int(sizeof(typename D::Key));
   for (int d = 0; d < depth; d += D::step) {
 #pragma GCC unroll 4
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(soon + i, 0, 3);
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(soon + i, 0, 2);
     soon += bytes;
     const typename D::Loaded a = D::load_key(w0 + d), b = D::load_key(w1 + d);
     const typename D::Loaded c = D::load_key(w2 + d), e = D::load_key(w3 + d);

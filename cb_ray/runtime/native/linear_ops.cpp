@@ -5,7 +5,7 @@
 
 #include "arguments.h"
 #include "levels.h"
-#include "linear_plan.h"
+#include "linear_arguments.h"
 
 namespace cb_ray {
 namespace {
@@ -21,30 +21,6 @@ Linear rows_of(const Tensor& x) {
   l.x_row = l.depth;
   STD_TORCH_CHECK(l.depth % 32 == 0 && l.depth > 0, "cb_ray: the last dimension of x must be a multiple of 32, is ", l.depth);
   return l;
-}
-
-const void* weight_of(const Tensor& weight, const Linear& l, const char* name) {
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == l.depth && weight.stride(1) == 1 && type_of(weight, name) == l.type,
-                  "cb_ray: ", name, " must be [columns, ", l.depth, "] of the type of x, its rows contiguous");
-  return weight.data_ptr();
-}
-
-void set_weight(Linear& l, const Tensor& weight, const std::optional<Tensor>& bias) {
-  l.weight = weight_of(weight, l, "weight");
-  l.weight_row = weight.stride(0);
-  l.columns = int(weight.size(0));
-  if (!bias) return;
-  STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == l.columns && bias->is_contiguous() && type_of(*bias, "bias") == l.type,
-                  "cb_ray: bias must be a contiguous vector of ", l.columns, " numbers of the type of x");
-  l.bias = bias->data_ptr();
-}
-
-void set_residual(Linear& l, const std::optional<Tensor>& residual) {
-  if (!residual) return;
-  STD_TORCH_CHECK(residual->is_contiguous() && residual->numel() == int64_t(l.rows) * l.columns && type_of(*residual, "residual") == l.type,
-                  "cb_ray: residual must be contiguous, of the answer's shape and type");
-  l.residual = residual->data_ptr();
-  l.residual_row = l.columns;
 }
 
 // The answer's memory: as x, but for the last dimension.
@@ -89,11 +65,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_qkv(const Tensor& x, const Tensor& que
 Tensor gated_mlp_op(const Tensor& x, const Tensor& gate, const Tensor& up, const Tensor& down, bool gelu_tanh,
                     const std::optional<Tensor>& residual) {
   Linear first = rows_of(x), second{};
-  set_weight(first, up, std::nullopt);
-  first.gate = weight_of(gate, first, "gate");
-  first.activation = gelu_tanh ? Activation::gelu_tanh : Activation::silu;
-  STD_TORCH_CHECK(gate.size(0) == up.size(0) && gate.stride(0) == up.stride(0), "cb_ray: gate and up must have the same shape");
-  STD_TORCH_CHECK(first.columns % 32 == 0, "cb_ray: the width of the mlp must be a multiple of 32, is ", first.columns);
+  set_gated(first, gate, up, gelu_tanh);
   second.type = first.type;
   second.rows = first.rows;
   second.depth = first.columns;
@@ -106,23 +78,15 @@ Tensor gated_mlp_op(const Tensor& x, const Tensor& gate, const Tensor& up, const
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon, int64_t style) {
   if (!x.is_contiguous()) return rms_norm(torch::stable::contiguous(x), weight, epsilon, style);
-  STD_TORCH_CHECK(x.dim() > 0 && weight.dim() == 1 && weight.is_contiguous() && weight.size(0) == x.size(x.dim() - 1) &&
-                      type_of(weight, "weight") == type_of(x, "x"),
-                  "cb_ray: weight must be a vector as long as the last dimension of x, of its type");
-  STD_TORCH_CHECK(style >= 0 && style <= 2, "cb_ray: style must be 0, 1 or 2, is ", style);
+  STD_TORCH_CHECK(x.dim() > 0, "cb_ray: x must have a dimension");
   Norm n{};
   n.x = x.data_ptr();
-  n.weight = weight.data_ptr();
   n.type = type_of(x, "x");
-  n.style = NormStyle(style);
-  n.width = int(weight.size(0));
-  n.epsilon = float(epsilon);
+  n.width = int(x.size(x.dim() - 1));
+  set_norm(n, weight, epsilon, style);
   Tensor out = torch::stable::empty_like(x);
   n.out = out.data_ptr();
-  const int64_t rows = n.width ? x.numel() / n.width : 0, grain = std::max<int64_t>(1, (1 << 16) / std::max(1, n.width));
-  const Kernels& level = kernels();
-  const auto some = [&](int64_t begin, int64_t end) { level.norm(n, begin, end); };
-  share(rows, grain, some);
+  norm_rows(n, n.width ? x.numel() / n.width : 0);
   return out;
 }
 
@@ -133,19 +97,9 @@ void turn_one(const Tensor& x, const Tensor& cos, const Tensor& sin, const char*
   r.type = type_of(x, name);
   r.width = int(x.size(x.dim() - 1));
   r.heads = int(x.size(x.dim() - 2));
-  r.cos = cos.data_ptr();
-  r.sin = sin.data_ptr();
-  r.angle_type = type_of(cos, "cos");
-  r.turned = int(cos.size(cos.dim() - 1));
   const int64_t rows = r.heads && r.width ? x.numel() / (int64_t(r.heads) * r.width) : 0;
-  STD_TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.numel() == rows * r.turned && sin.numel() == cos.numel() &&
-                      type_of(sin, "sin") == r.angle_type && (r.angle_type == r.type || r.angle_type == Type::f32),
-                  "cb_ray: cos and sin must be contiguous [", rows, ", even], of the type of ", name, " or float32");
-  STD_TORCH_CHECK(r.turned % 2 == 0 && r.turned <= r.width, "cb_ray: ", r.turned, " of ", r.width, " numbers cannot be turned");
-  const Kernels& level = kernels();
-  const auto some = [&](int64_t begin, int64_t end) { level.turn(r, begin, end); };
-  const int64_t grain = std::max<int64_t>(1, (1 << 16) / std::max(1, r.heads * r.width));
-  share(rows, grain, some);
+  set_angles(r, rows, cos, sin);
+  turn_rows(r, rows);
 }
 
 void rotary_(Tensor query, Tensor key, const Tensor& cos, const Tensor& sin) {

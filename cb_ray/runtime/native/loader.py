@@ -86,6 +86,11 @@ class NativeOps:
     """(query [..., rows, heads, width], key, cos [..., rows, turned], sin): turns the first `turned` numbers of each head in
     place, the two halves against each other; products and sums are rounded to the query's type."""
 
+    decoder_layer: Callable[..., Tensor]
+    """(x [..., Q, K], cos, sin, three of each norm: weight, epsilon, style; weights of the heads' norms or None, epsilon, style;
+    weights of query, key, value, output; their biases or None; gate, up, down, gelu_tanh; key_cache, value_cache, slots,
+    block_table, cu_q, starts, scale, window, softcap) -> as x. All of the above, one after the other."""
+
     @property
     def level(self) -> str:
         """The dispatch level in use."""
@@ -147,6 +152,7 @@ def _ops(path: Path) -> NativeOps:
         gated_mlp=here.gated_mlp.default,
         rms_norm=here.rms_norm.default,
         rotary_=here.rotary_.default,
+        decoder_layer=here.decoder_layer.default,
     )
 
 
@@ -194,6 +200,10 @@ def _register_fakes() -> None:
 
     @torch.library.register_fake("cb_ray::rms_norm")
     def _(x, weight, epsilon, style):
+        return torch.empty_like(x)
+
+    @torch.library.register_fake("cb_ray::decoder_layer")
+    def _(x, *others):
         return torch.empty_like(x)
 
     @torch.library.register_fake("cb_ray::rotary_")

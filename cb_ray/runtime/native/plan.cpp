@@ -111,11 +111,22 @@ void work(const Attention& a, const Kernels& kernels, Plan& plan, float* partial
   thread_local Arena memory;
   char* scratch = memory.reserve(kernels.scratch(a));
   const int count = int(plan.tasks.size());
-  for (int t; (t = plan.next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+  const auto take = [&] { return plan.next.fetch_add(1, std::memory_order_relaxed); };
+  const auto stream = [&](int t) { return t < count && !plan.jobs[plan.tasks[t].job].tiled; };
+  bool asked = false;
+  for (int t = take(), following; t < count; t = following) {
     const Task& task = plan.tasks[t];
     const Job& j = plan.jobs[task.job];
     float* of_job = j.tasks > 1 ? partials + j.partials : nullptr;
-    kernels.run(a, j, task.begin, task.end, of_job, scratch);
+    After after = {nullptr, 0, asked};
+    following = j.tiled ? count : take();  // streams are short and wait for memory: the next one is chosen beforehand
+    asked = !j.tiled && stream(following);
+    if (asked) {
+      after.job = &plan.jobs[plan.tasks[following].job];
+      after.chunk = plan.tasks[following].begin;
+    }
+    kernels.run(a, j, task.begin, task.end, of_job, scratch, after);
+    if (j.tiled) following = take();
     // The last to end folds: it has seen what the others wrote before they counted themselves out.
     if (of_job && plan.left[task.job].fetch_sub(1, std::memory_order_acq_rel) == 1) kernels.finish(a, j, of_job, scratch);
   }

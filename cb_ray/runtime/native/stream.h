@@ -36,8 +36,8 @@ struct Partial {
 };
 static inline Partial partial_at(float* at, int64_t rows) { return {at, at + padded(rows), at + 2 * padded(rows)}; }
 
-// What to ask of memory meanwhile: one head's part of some rows that are wanted soon. Pages are scattered, so the machine's own
-// prefetcher loses the thread at the end of each; asking a few lines at a time keeps the queue of misses full, not overfull.
+// What to ask of memory meanwhile: one head's part of the rows of a block that is wanted soon. Pages are scattered, so the machine's
+// own prefetcher loses the thread at the end of each. Into the second-level cache: it has more requests under way than the first.
 template <class T>
 struct Ahead {
   const T* const* rows;  // as many as are computed on meanwhile, or null
@@ -47,11 +47,46 @@ struct Ahead {
   // Always inline: GCC takes a function that only prefetches for one without effect, and drops the calls.
   __attribute__((always_inline)) inline void fetch(int row) const {
     const char* at = (const char*)(rows[row] + offset);
-    for (int i = 0; i < width * int(sizeof(T)); i += 64) __builtin_prefetch(at + i, 0, 3);
+    for (int i = 0; i < width * int(sizeof(T)); i += 64) __builtin_prefetch(at + i, 0, 2);
   }
 };
 
-constexpr int kAhead = 16;  // keys; values are summed by as many at a time
+constexpr int kTogether = 16;  // values are summed by as many at a time: a block
+constexpr int kBytesAhead = 49152;
+
+// Keys or values in the order in which they will be read: blocks of this chunk, of the next, and of the first of the task to come.
+// For each block that is read, the one so many blocks later is asked for, so that memory is asked for evenly.
+template <class T>
+struct Coming {
+  struct Part {
+    const T* const* rows;
+    int blocks;
+    int64_t offset;
+    int width;
+  };
+  Part parts[6];
+  int count, ahead;
+
+  void add(const T* const* rows, int n, int64_t offset, int width) {
+    parts[count++] = {rows, (n + kTogether - 1) / kTogether, offset, width};
+  }
+  // What to ask for while the rows from `at` on of a part are read for one head. Parts before this one: `skip` blocks.
+  Ahead<T> while_reading(int skip, int at, int head) const {
+    int block = skip + at / kTogether + ahead;
+    for (int p = 0; p < count; block -= parts[p++].blocks)
+      if (block < parts[p].blocks)
+        return {parts[p].rows + block * kTogether + at % kTogether, parts[p].offset + int64_t(head) * parts[p].width, parts[p].width};
+    return {nullptr, 0, 0};
+  }
+  // All that nobody has asked for, at the beginning.
+  void begin(int heads) const {
+    for (int b = 0; b < ahead; b++)
+      for (int h = 0; h < heads; h++) {
+        const Ahead<T> first = while_reading(b - ahead, 0, h);
+        for (int i = 0; first.rows && i < kTogether; i++) first.fetch(i);
+      }
+  }
+};
 
 // Scores of W keys for R rows.
 template <class D, int R, class T>
@@ -224,12 +259,11 @@ static void write_stream(const Attention& a, const Job& j, Partial p) {
       }
 }
 
-// The rows of one chunk, and the first keys of the chunk after it (or null).
 template <class T>
 struct Chunk {
   int begin, n;
   Rows<T> rows;
-  const T* const* next_keys;
+  Coming<T> coming;
 };
 
 template <class T, class D>
@@ -247,9 +281,7 @@ static void score_chunk(const Attention& a, const Job& j, const Chunk<T>& chunk,
       const typename D::Query* q = query + h * per_head * query_row;
       float* s = scores + h * per_head * kStreamChunk + i;
       const int64_t offset = int64_t(j.head + h) * a.dk;
-      const bool keys_left = i + kAhead < chunk.n;
-      const T* const* soon = keys_left ? chunk.rows.keys + i + kAhead : chunk.rows.values + i + kAhead - up_to_multiple(chunk.n, W);
-      const Ahead<T> ahead = {soon, keys_left ? offset : int64_t(j.head + h) * a.dv, keys_left ? a.dk : a.dv};
+      const Ahead<T> ahead = chunk.coming.while_reading(0, i, h);
       if (direct) {
         score<D>(per_head, q, query_row, chunk.rows.keys + i, offset, a.dk, s, ahead);
         continue;
@@ -268,17 +300,15 @@ static void sum_chunk(const Attention& a, const Job& j, const Chunk<T>& chunk, c
   const int per_head = j.queries * a.group;
   const int64_t width = padded(a.dv);
   for (int64_t d = 0; d < per_head * j.heads * width; d += W) store(sum + d, zero());
-  float* wide = scratch.take<float>(kAhead * width);
-  const float* wides[kAhead];
-  for (int i = 0; i < kAhead; i++) wides[i] = wide + i * width;
-  for (int i = 0; i < chunk.n; i += kAhead)
+  float* wide = scratch.take<float>(kTogether * width);
+  const float* wides[kTogether];
+  for (int i = 0; i < kTogether; i++) wides[i] = wide + i * width;
+  for (int i = 0; i < chunk.n; i += kTogether)
     for (int h = 0; h < j.heads; h++) {
-      const int count = least(kAhead, chunk.n - i);
+      const int count = least(kTogether, chunk.n - i);
       const float* weights = scores + h * per_head * kStreamChunk + i;
       const int64_t offset = int64_t(j.head + h) * a.dv;
-      const bool values_left = i + kAhead < chunk.n;
-      const T* const* soon = values_left ? chunk.rows.values + i + kAhead : chunk.next_keys;
-      const Ahead<T> ahead = {soon, values_left ? offset : int64_t(j.head + h) * a.dk, values_left ? a.dv : a.dk};
+      const Ahead<T> ahead = chunk.coming.while_reading(chunk.coming.parts[0].blocks, i, h);
       float* to = sum + h * per_head * width;
       if (a.dv % W == 0) {
         sum_values(per_head, weights, chunk.rows.values + i, offset, count, a.dv, to, width, ahead);
@@ -304,16 +334,24 @@ static void stream_chunk(const Attention& a, const Job& j, const Chunk<T>& chunk
   sum_chunk(a, j, chunk, scores, p.sum, scratch);
 }
 
+struct Span {
+  int begin, end;  // positions
+};
+static inline Span chunk_of(const Job& j, int c) {
+  const int64_t at = int64_t(j.first_key / j.chunk_size + c) * j.chunk_size;
+  return {most(int(at), j.first_key), int(at + j.chunk_size < j.end_key ? at + j.chunk_size : j.end_key)};
+}
+
 static inline int stream_query_row(const Attention& a) { return up_to_multiple(a.dk, 32); }
 
 static size_t stream_scratch(const Attention& a) {
   const size_t rows = size_t(kStreamRows) * a.kv_heads, width = padded(a.dv), query_row = stream_query_row(a);
-  return rows * query_row * 4 + 2 * rows * (width + 2) * 4 + 128 * 4 + 4 * kStreamChunk * 8 + rows * kStreamChunk * 4 +
-         W * query_row * 4 + 32 * width * 4 + 16 * 64;
+  return rows * query_row * 4 + 2 * rows * (width + 2) * 4 + 128 * 4 + 6 * kStreamChunk * 8 + rows * kStreamChunk * 4 +
+         W * query_row * 4 + 32 * width * 4 + 18 * 64;
 }
 
 template <class T, class D>
-static void run_stream(const Attention& a, const Job& j, int first_chunk, int end_chunk, float* partials, char* memory) {
+static void run_stream(const Attention& a, const Job& j, int first_chunk, int end_chunk, float* partials, char* memory, After after) {
   Scratch scratch = {memory};
   const int64_t rows = int64_t(j.queries) * a.group * j.heads, query_row = stream_query_row(a);
   typename D::Query* query = scratch.take<typename D::Query>(rows * query_row);
@@ -332,22 +370,36 @@ static void run_stream(const Attention& a, const Job& j, int first_chunk, int en
   const int64_t floats = partial_floats(a, j);
   const Partial whole = partial_at(partials ? partials : scratch.take<float>(floats), rows);
   const Partial next = partial_at(partials ? partials : scratch.take<float>(floats), rows);
-  const int64_t base = int64_t(j.first_key / j.chunk_size) * j.chunk_size;
-  const auto begin_of = [&](int c) { return most(int(base + int64_t(c) * j.chunk_size), j.first_key); };
-  const auto end_of = [&](int c) { return least(int(base + int64_t(c + 1) * j.chunk_size), j.end_key); };
-  Rows<T> now = {scratch.take<const T*>(kStreamChunk), scratch.take<const T*>(kStreamChunk)};
-  Rows<T> then = {scratch.take<const T*>(kStreamChunk), scratch.take<const T*>(kStreamChunk)};
-  find_rows(a, j, begin_of(first_chunk), end_of(first_chunk), kAhead, now);
+  Rows<T> found[3];  // of this chunk, the next, and the first of the task to come
+  for (Rows<T>& rows : found) rows = {scratch.take<const T*>(kStreamChunk), scratch.take<const T*>(kStreamChunk)};
+  const auto find = [&](const Job& job, int c, Rows<T> rows) {
+    const Span span = chunk_of(job, c);
+    find_rows(a, job, span.begin, span.end, kTogether, rows);
+  };
+  if (after.job) find(*after.job, after.chunk, found[2]);
+  find(j, first_chunk, found[0]);
   for (int c = first_chunk; c < end_chunk; c++) {
-    const bool more = c + 1 < end_chunk;
-    if (more) find_rows(a, j, begin_of(c + 1), end_of(c + 1), kAhead, then);
+    const Span span = chunk_of(j, c);
+    Chunk<T> chunk = {span.begin, span.end - span.begin, found[0], {}};
+    chunk.coming.ahead = most(1, kBytesAhead / (kTogether * j.heads * most(a.dk, a.dv) * int(sizeof(T))));
+    const auto comes = [&](const Job& job, int of, Rows<T> rows) {
+      const Span there = chunk_of(job, of);
+      chunk.coming.add(rows.keys, there.end - there.begin, int64_t(job.head) * a.dk, a.dk);
+      chunk.coming.add(rows.values, there.end - there.begin, int64_t(job.head) * a.dv, a.dv);
+    };
+    comes(j, c, found[0]);
+    if (c + 1 < end_chunk) {
+      find(j, c + 1, found[1]);
+      comes(j, c + 1, found[1]);
+    }
+    if (c + 2 >= end_chunk && after.job) comes(*after.job, after.chunk, found[2]);
+    if (c == first_chunk && !after.asked) chunk.coming.begin(j.heads);
     const Partial here = partials ? partial_at(partials + c * floats, rows) : c == 0 ? whole : next;
-    const Chunk<T> chunk = {begin_of(c), end_of(c) - begin_of(c), now, more ? then.keys : nullptr};
     stream_chunk<T, D>(a, j, chunk, query, query_row, here, scratch);
     if (!partials && c > 0) fold_stream(a, rows, whole, next);
-    const Rows<T> swapped = now;
-    now = then;
-    then = swapped;
+    const Rows<T> done = found[0];
+    found[0] = found[1];
+    found[1] = done;
   }
   if (!partials) write_stream(a, j, whole);
 }
