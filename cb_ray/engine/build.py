@@ -26,6 +26,7 @@ from ..runtime.kv_cache import KVCache
 from ..runtime.model_runner import EvalMode, ModelRunner
 from ..runtime.sampling import Processor
 from ..sizing import ModelFacts, resolve
+from .kept_way import kept_way
 from .machine import measure
 from .parts import EngineParts
 from .processors import transformers_processors
@@ -53,7 +54,7 @@ def build(
     mode = EvalMode(model)
     mode.enter()
     try:
-        way = find_way(model, config.page_size, backend)
+        way = kept_way(model, (config.page_size, backend), lambda: find_way(model, config.page_size, backend))
     finally:
         mode.leave()
     if not way.pages:

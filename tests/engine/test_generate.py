@@ -202,7 +202,9 @@ def test_a_model_in_training_is_served_without_dropout_and_trains_on() -> None:
 
 
 def test_a_restart_does_not_try_the_model_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of running it was found at the first build; a second session is sized and allocated anew, no more."""
+    """The way of running it was found at the first build; what comes later is sized and allocated anew, no more. A model that
+    somebody changed is tried again, and a copy is a model of its own.
+    """
     model, tried = make_model("llama"), []
     monkeypatch.setattr("cb_ray.engine.build.find_way", lambda *args: tried.append(1) or find_way(*args))
     manager = init_continuous_batching(model, greedy(), SMALL)
@@ -211,8 +213,17 @@ def test_a_restart_does_not_try_the_model_again(monkeypatch: pytest.MonkeyPatch)
         output = manager.get_result(manager.add_request(PROMPTS[0]), timeout=PATIENCE)
         assert output is not None and output.generated_tokens == alone(model, PROMPTS[0], greedy())
         manager.stop()
-    assert len(tried) == 1
     manager.destroy()
+    again = init_continuous_batching(model, greedy(), SMALL)
+    again.start()
+    again.destroy()
+    assert len(tried) == 1
+    pickle.dumps(model)
+    model.lm_head.register_forward_hook(lambda *_: None)
+    other = copy.deepcopy(model)
+    for changed, tries in ((model, 2), (model, 2), (other, 3)):
+        init_continuous_batching(changed, greedy(), SMALL).destroy()
+        assert len(tried) == tries
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
