@@ -2,8 +2,8 @@
 
     cb-ray bench step --model demo:smollm2-135m --requests 1 8 64 --roof
 
-Owns the measurement only. `--roof` reads a large tensor in the same run and states what share of that bandwidth a step reaches, when
-it is taken to read every weight and every cached key and value once.
+Owns the measurement only. `--roof` reads a large tensor and multiplies in registers in the same run, and states what share of both a
+step reaches, when it is taken to read every weight and every cached key and value once, and to multiply in the linears alone.
 """
 
 from __future__ import annotations
@@ -14,14 +14,28 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from ..messages import GenerateRequest, SamplingParams
+from ..runtime.native import Unavailable, load
 
 _ROOF_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roof:
+    """What this machine gives at best, all threads together."""
+
+    gb_per_s: float  # read from memory
+    gflop_per_s: float  # multiplied and added in registers, of the model's type
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Roof:
+        return cls(gb_per_s=read_bandwidth(), gflop_per_s=product_peak(dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +49,10 @@ class Measured:
     commit_ms: float
     tokens_per_s: float
     gb_per_s: float  # weights, keys and values that the step has to read
-    roof_gb_per_s: float | None
-    roof_share: float | None
+    gflop_per_s: float  # of the linears
+    roof: Roof | None
+    memory_share: float | None  # of each roof; a step cannot be faster than either allows
+    product_share: float | None
 
 
 def read_bandwidth(rounds: int = 5) -> float:
@@ -50,6 +66,20 @@ def read_bandwidth(rounds: int = 5) -> float:
         begin = time.perf_counter()
         data.sum()
         best = max(best, _ROOF_BYTES / (time.perf_counter() - begin) / 1e9)
+    return best
+
+
+def product_peak(dtype: torch.dtype, rounds: int = 5) -> float:
+    """GFLOP/s of products in registers on all of torch's threads; the best of `rounds`. 0 where there are no native kernels."""
+    ops, threads, work = load(), torch.get_num_threads(), 4_000_000
+    if isinstance(ops, Unavailable):
+        return 0.0
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            done = sum(pool.map(lambda _: ops.peak(dtype, work), range(threads)))
+            best = max(best, done / (time.perf_counter() - begin) / 1e9)
     return best
 
 
@@ -87,7 +117,9 @@ def measure(model: Any, requests: int, context: int, steps: int, roof: bool) -> 
     per_token = parts.facts.cache_bytes // max(1, (parts.facts.num_blocks + 1) * parts.facts.page_size)
     read = weights + requests * (context + steps / 2) * per_token
     total = plan_s + device_s + commit_s
-    bandwidth = read_bandwidth() if roof else None
+    best = Roof.of(model.dtype) if roof else None
+    linears = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    gb, gflop = read / total / 1e9, 2 * linears * requests / total / 1e9
     return Measured(
         requests=requests,
         context=context,
@@ -95,9 +127,11 @@ def measure(model: Any, requests: int, context: int, steps: int, roof: bool) -> 
         device_ms=device_s * 1e3,
         commit_ms=commit_s * 1e3,
         tokens_per_s=requests / total,
-        gb_per_s=read / total / 1e9,
-        roof_gb_per_s=bandwidth,
-        roof_share=read / total / 1e9 / bandwidth if bandwidth else None,
+        gb_per_s=gb,
+        gflop_per_s=gflop,
+        roof=best,
+        memory_share=gb / best.gb_per_s if best else None,
+        product_share=gflop / best.gflop_per_s if best and best.gflop_per_s else None,
     )
 
 
@@ -119,16 +153,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = resolve_model(given.model).path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, given.dtype))
     if not given.json:
-        print(f"{'requests':>9} {'plan ms':>8} {'device ms':>10} {'commit ms':>10} {'tokens/s':>9} {'GB/s':>6} {'of roof':>8}")
+        columns = f"{'GB/s':>6} {'of roof':>8} {'GFLOP/s':>8} {'of roof':>8}"
+        print(f"{'requests':>9} {'plan ms':>8} {'device ms':>10} {'commit ms':>10} {'tokens/s':>9} {columns}")
     for requests in given.requests:
         row = measure(model, requests, given.context, given.steps, given.roof)
         if given.json:
             print(json.dumps(asdict(row)), flush=True)
             continue
-        share = f"{row.roof_share:.0%}" if row.roof_share is not None else "-"
+        shares = [f"{share:.0%}" if share is not None else "-" for share in (row.memory_share, row.product_share)]
         print(
             f"{row.requests:>9} {row.plan_ms:>8.2f} {row.device_ms:>10.1f} {row.commit_ms:>10.2f} {row.tokens_per_s:>9.0f} "
-            f"{row.gb_per_s:>6.1f} {share:>8}",
+            f"{row.gb_per_s:>6.1f} {shares[0]:>8} {row.gflop_per_s:>8.0f} {shares[1]:>8}",
             flush=True,
         )
     return 0

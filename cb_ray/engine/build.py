@@ -13,10 +13,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import ContinuousBatchingConfig, WorkloadHints
+from ..config import ContinuousBatchingConfig, EngineFacts, WorkloadHints
 from ..core.engine_core import EngineCore
 from ..core.layout import CacheLayout
 from ..core.request import RequestLimits
@@ -96,7 +97,9 @@ def _assemble(
     )
     core = EngineCore(facts=facts, layout=layout, limits=limits, num_host_sectors=host_sectors)
     rebuild = partial(_assemble, model, way, config, hints, processors, grammars)
-    return EngineParts(core=core, runner=runner, facts=facts, limits=limits, rebuild=rebuild, grammars=grammars)
+    summary = _summary(model, way, facts)
+    logger.info(summary)
+    return EngineParts(core=core, runner=runner, facts=facts, limits=limits, rebuild=rebuild, grammars=grammars, summary=summary)
 
 
 def _grammars(model: PreTrainedModel, way: Way, generation_config: Any) -> GrammarCompiler:
@@ -121,6 +124,16 @@ def _head(model: PreTrainedModel) -> nn.Module | None:
     get: Any = model.get_output_embeddings
     head = get()
     return head if isinstance(head, nn.Module) else None
+
+
+def _summary(model: PreTrainedModel, way: Way, facts: EngineFacts) -> str:
+    """What was chosen for this model on this machine, in a line."""
+    place = f"{model.device}" if model.device.type != "cpu" else f"cpu, {torch.get_num_threads()} threads"
+    cache = f"{facts.num_blocks} pages of {facts.page_size} tokens ({facts.cache_bytes / 2**30:.1f} GiB)"
+    return (
+        f"{type(model).__name__} on {place}, {str(model.dtype).removeprefix('torch.')}, {way.name}; steps of up to "
+        f"{facts.max_batch_tokens} tokens and {facts.max_requests_per_batch} requests; {cache}"
+    )
 
 
 def _input_vocabulary(model: PreTrainedModel, way: Way) -> int:

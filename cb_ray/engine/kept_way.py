@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..runtime.native.parts import is_plain
 from .ways import Way
 
 _NAME = "_cb_ray_way"
@@ -40,8 +41,5 @@ def kept_way(model: PreTrainedModel, wishes: tuple[Any, ...], find: Callable[[],
 
 def _mark(model: PreTrainedModel) -> tuple[Any, ...]:
     """Modules by identity: the way holds them, so that no other can come to have the same."""
-    modules = tuple(
-        (id(module), type(module), "forward" in module.__dict__, len(module._forward_hooks) + len(module._forward_pre_hooks))
-        for module in model.modules()
-    )
+    modules = tuple((id(module), type(module), is_plain(module)) for module in model.modules())
     return (model.dtype, model.device, model.config._attn_implementation, modules)  # pyright: ignore

@@ -1,7 +1,7 @@
-"""How much memory is free: on the device, and in this container's share of the host.
+"""What the machine has: memory that is free, on the device and in this container's share of the host, and fast bfloat16.
 
-Owns `measure`. Knows psutil, the kernel's cgroup files and torch's memory counters; decides nothing. What other processes use is
-gone already when the system says what is available, so their share is never counted as ours.
+Owns `measure` and `multiplies_bfloat16`. Knows psutil, the kernel's cgroup files and torch's memory counters; decides nothing. What
+other processes use is gone already when the system says what is available, so their share is never counted as ours.
 
     host RAM     min( what the system calls available,  limit of each enclosing cgroup − what it holds )
     GPU          what the driver calls free  +  what torch has reserved but does not use
@@ -15,7 +15,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from ..runtime.native.parts import multiplies_bfloat16
 from ..sizing import Machine
+
+__all__ = ["free_host_bytes", "measure", "multiplies_bfloat16"]
 
 Read = Callable[[str], str | None]  # a file's text, or None when it is not there
 

@@ -107,6 +107,7 @@ class ContinuousBatchingManager:
         if tokenizer is not None and parts.grammars is not None:
             parts.grammars.use(tokenizer)
         self.facts: EngineFacts = parts.facts
+        self.summary = parts.summary  # what was chosen for this model on this machine, in a line
         self._results = Results()
         self._outbox = Outbox(self._results)
         self._inbox = Inbox(self.facts.max_queue_size)

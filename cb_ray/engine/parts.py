@@ -79,6 +79,7 @@ class EngineParts:
     limits: RequestLimits
     rebuild: Callable[[], EngineParts] | None = None
     grammars: Grammars | None = None
+    summary: str = ""  # what was chosen, in a line
 
 
 Build = Callable[[Any, Any, ContinuousBatchingConfig, WorkloadHints], EngineParts]  # (model, generation_config, config, hints)

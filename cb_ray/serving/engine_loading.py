@@ -6,6 +6,7 @@ Blocks for as long as loading takes: call it in a thread.
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ..config import ContinuousBatchingConfig, WorkloadHints
 from ..engine import build as engine_build
+from ..engine.machine import multiplies_bfloat16
 from ..engine.manager import ContinuousBatchingManager
 from ..engine.model_source import resolve_model
 from ..engine.parts import EngineParts
@@ -23,6 +25,8 @@ from ..errors import ConfigError
 from ..routing.reporter import PageNews
 from .args import EngineArgs
 from .engine_deployment import LoadedEngine
+
+logger = logging.getLogger("ray.serve")
 
 
 def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
@@ -38,6 +42,8 @@ def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
     torch.set_num_threads(args.num_threads or os.cpu_count() or 1)
     local = resolve_model(source, progress=False)
     model: Any = AutoModelForCausalLM.from_pretrained(local.path, dtype=_dtype(args.dtype, device))
+    if args.dtype == "auto" and device.type == "cpu" and model.dtype == torch.float16:
+        model = model.float()  # no CPU multiplies it: as slow as float32, and narrower
     model = model.to(device).eval()
     manager = ContinuousBatchingManager(
         model,
@@ -49,6 +55,7 @@ def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
         manager.warmup()
     if args.step_log is not None:
         manager.on_step = StepLog(args.step_log).add
+    logger.info(manager.summary)
     facts, names = manager.facts, manager.track_pages()
 
     def pages(full: bool) -> PageNews:
@@ -69,9 +76,10 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def _dtype(wanted: str, device: torch.device) -> Any:
-    if wanted == "auto":
-        return "auto" if device.type == "cuda" else torch.float32
-    return getattr(torch, wanted)
+    """What transformers is to load in: on a CPU the checkpoint's bfloat16 where the machine multiplies it, else float32."""
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    return "auto" if device.type != "cpu" or multiplies_bfloat16() else torch.float32
 
 
 def _builder(max_model_len: int | None) -> Any:

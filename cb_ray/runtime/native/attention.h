@@ -144,6 +144,8 @@ struct Kernels {
   void (*turn)(const Rotary&, int64_t begin, int64_t end);
   // Rows [begin, end). `memory` holds 3 * (columns + 128) floats.
   void (*choose)(const Choice&, int64_t begin, int64_t end, float* memory);
+  // Multiplies numbers of a type and adds them up, nothing read or written, and says how often: a roof to measure others against.
+  double (*peak)(Type, int64_t rounds);
 };
 
 constexpr int kStreamRows = 7;  // up to so many query rows per kv head, keys go in lanes; above, queries do

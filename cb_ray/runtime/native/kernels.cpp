@@ -123,11 +123,42 @@ void choose(const Choice& c, int64_t begin, int64_t end, float* memory) {
   }
 }
 
+template <class M>
+double peak_as(int64_t rounds, int pairs) {
+  constexpr int sums = W >= 8 ? 12 : 6;  // enough to hide how long one takes, few enough for the registers
+  typename M::Element numbers[2] = {};
+  F acc[sums], x = M::splat(numbers), y = zero();
+  for (int i = 0; i < sums; i++) acc[i] = zero();
+  for (int64_t n = 0; n < rounds; n++) {
+#if defined(__x86_64__)
+    asm volatile("" : "+x"(x));  // it might have changed, for all the compiler knows
+#else
+    asm volatile("" : "+m"(x));
+#endif
+#pragma GCC unroll 12
+    for (int i = 0; i < sums; i++) acc[i] = M::step(acc[i], x, y);
+  }
+  F total = zero();
+  for (int i = 0; i < sums; i++) total = add(total, acc[i]);
+  volatile float kept = sum(total);  // lest the compiler sees that nobody wants it
+  (void)kept;
+  return 2.0 * W * pairs * sums * double(rounds);
+}
+
+double peak(Type type, int64_t rounds) {
+#if defined(__AVX512BF16__)
+  if (type == Type::bf16) return peak_as<Pairs>(rounds, 2);
+#endif
+  (void)type;
+  return peak_as<Floats>(rounds, 1);
+}
+
 }  // namespace
 }  // namespace LEVEL
 
 extern const Kernels SYMBOL(LEVEL);
 const Kernels SYMBOL(LEVEL) = {NAME(LEVEL),    LEVEL::scratch,  LEVEL::run,  LEVEL::finish,  LEVEL::pairs, LEVEL::few,
-                                LEVEL::prepare, LEVEL::multiply, LEVEL::norm, LEVEL::turn, LEVEL::choose};
+                                LEVEL::prepare, LEVEL::multiply, LEVEL::norm, LEVEL::turn, LEVEL::choose,
+                                LEVEL::peak};
 
 }  // namespace cb_ray

@@ -69,3 +69,6 @@ PUBLIC int cb_ray_force_level(int index) {
   cb_ray::chosen().store(all[index]);
   return 1;
 }
+
+// Operations made, of float32 (0), bfloat16 (1) or float16 (2) numbers.
+PUBLIC double cb_ray_peak(int type, int64_t rounds) { return cb_ray::kernels().peak(cb_ray::Type(type), rounds); }

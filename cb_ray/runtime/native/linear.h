@@ -184,6 +184,14 @@ static void lane_block(const Linear& l, const void* weight, int n, const float* 
     }
 }
 
+template <class T>
+static inline F load_some(const T* from, int some) {
+  if (some == W) return load(from);
+  T edge[W] = {};
+  for (int k = 0; k < some; k++) edge[k] = from[k];
+  return load(edge);
+}
+
 // Columns n .. n + 15 of rows first .. of the answer, from the raw products.
 template <class T>
 static void end_block(const Linear& l, int first, int rows, int n, const float* block, const float* gate) {
@@ -193,21 +201,14 @@ static void end_block(const Linear& l, int first, int rows, int n, const float* 
     for (int i = 0; i < width; i += W) {
       const int some = least(W, width - i);
       F y = load(block + r * 16 + i);
-      T edge[W] = {};
-      if (l.bias) {
-        for (int k = 0; k < some; k++) edge[k] = ((const T*)l.bias)[n + i + k];
-        y = add(y, load(edge));
-      }
+      if (l.bias) y = add(y, load_some((const T*)l.bias + n + i, some));
       if (gate) y = mul(rounded<T>(activated(l.activation, rounded<T>(load(gate + r * 16 + i)))), rounded<T>(y));
-      if (l.residual) {
-        const T* residual = (const T*)l.residual + (first + r) * l.residual_row + n + i;
-        for (int k = 0; k < some; k++) edge[k] = residual[k];
-        y = add(load(edge), rounded<T>(y));
-      }
+      if (l.residual) y = add(load_some((const T*)l.residual + (first + r) * l.residual_row + n + i, some), rounded<T>(y));
       if (some == W) {
         store(out + i, y);
         continue;
       }
+      T edge[W];
       store(edge, y);
       for (int k = 0; k < some; k++) out[i + k] = edge[k];
     }

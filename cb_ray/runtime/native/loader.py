@@ -22,6 +22,8 @@ from . import compiler
 
 logger = logging.getLogger(__name__)
 
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # as the kernels number them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unavailable:
@@ -105,6 +107,11 @@ class NativeOps:
         way, and one stray operation in torch's pool may wait longer than a whole step takes. For the whole process."""
         return int(_functions(self.library).cb_ray_own_threads(count))
 
+    def peak(self, dtype: torch.dtype, rounds: int) -> float:
+        """Multiply and add `rounds` times in registers, on the calling thread, and say how many operations that was. Holds no lock,
+        so that several threads may; what it gives per second is the roof of every product."""
+        return float(_functions(self.library).cb_ray_peak(_TYPES.index(dtype), rounds))
+
     @contextlib.contextmanager
     def at_level(self, level: str) -> Iterator[None]:
         """Use another dispatch level for a while, in the whole process: for tests and benchmarks. Raises ValueError."""
@@ -160,6 +167,8 @@ def _functions(path: Path) -> ctypes.CDLL:
     functions = ctypes.CDLL(str(path))
     functions.cb_ray_level.restype = ctypes.c_char_p
     functions.cb_ray_level_name.restype = ctypes.c_char_p
+    functions.cb_ray_peak.restype = ctypes.c_double
+    functions.cb_ray_peak.argtypes = [ctypes.c_int, ctypes.c_int64]
     return functions
 
 

@@ -40,6 +40,11 @@ def most_rows(dtype: torch.dtype) -> int:
     return MANY
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has instructions for products of bfloat16; without them it is slower than float32."""
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & _cpu_flags())
+
+
 @functools.cache
 def _cpu_flags() -> frozenset[str]:
     info = Path("/proc/cpuinfo")
