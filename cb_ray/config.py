@@ -75,7 +75,7 @@ class ContinuousBatchingConfig:
     kv_padding_interval_size: int = 0  # cached tokens, likewise; 0: 16384
     varlen_compile_config: CompileConfig | None = None  # torch.compile for steps of any shape
     decode_compile_config: CompileConfig | None = None  # torch.compile for steps of single tokens
-    default_compile_level: int = 0  # where no compile config is given: 1 default, 2 and 3 max-autotune, 3 static shapes
+    default_compile_level: int = 0  # without a config: 1 default, 2 and 3 max-autotune, 3 static shapes; a CPU compiles nothing
     scheduler_type: str = "fifo"  # who is served first
     safety_margin: float | None = None  # share of blocks kept free of new requests; None: the scheduler's own
     return_logprobs: bool = False  # a logprob for each generated token

@@ -288,7 +288,19 @@ def _overlap(wish: ContinuousBatchingConfig, model: ModelFacts) -> bool:
 def _compile(
     wish: ContinuousBatchingConfig, model: ModelFacts, fallback: CompileConfig | None, notes: list[str]
 ) -> tuple[tuple[tuple[str, object], ...], tuple[tuple[str, object], ...]]:
-    """Keyword arguments of torch.compile for (varlen, decode): the explicit config, else the level's, else the fallback."""
+    """Keyword arguments of torch.compile for (varlen, decode): the explicit config, else the level's, else the fallback.
+
+    None on a CPU: native kernels, which torch.compile cannot look into, do all that it could join.
+    """
+    if model.device_type == "cpu":
+        asked = {
+            f"default_compile_level={wish.default_compile_level}": wish.default_compile_level,
+            "varlen_compile_config": wish.varlen_compile_config,
+            "decode_compile_config": wish.decode_compile_config,
+        }
+        for name in (name for name, value in asked.items() if value):
+            notes.append(f"{name} is ignored: on a CPU steps run on native kernels, and torch.compile would make none faster")
+        return (), ()
     level = _LEVELS.get(wish.default_compile_level)
     varlen = wish.varlen_compile_config or (level if model.is_masked else None) or fallback
     decode = wish.decode_compile_config or level or fallback

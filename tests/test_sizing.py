@@ -139,14 +139,26 @@ def test_the_decode_table_is_as_wide_as_the_batch_needs() -> None:
 
 def test_compile_levels_and_who_wins() -> None:
     """Explicit config, else the level's, else the generation config's (which used never to be looked at)."""
-    modes = {level: dict(facts(default_compile_level=level).varlen_compile).get("mode") for level in range(4)}
+    card = replace(SMALL, device_type="cuda")
+    modes = {level: dict(facts(card, default_compile_level=level).varlen_compile).get("mode") for level in range(4)}
     assert modes == {0: None, 1: "default", 2: "max-autotune-no-cudagraphs", 3: "max-autotune-no-cudagraphs"}
-    assert dict(facts(default_compile_level=2, varlen_compile_config=CompileConfig(mode="x")).varlen_compile)["mode"] == "x"
+    assert dict(facts(card, default_compile_level=2, varlen_compile_config=CompileConfig(mode="x")).varlen_compile)["mode"] == "x"
     wish, machine = ContinuousBatchingConfig(), Machine(free_bytes=GIB, free_host_bytes=GIB)
-    fallback = resolve(wish, SMALL, machine, compile_fallback=CompileConfig(mode="y"))
+    fallback = resolve(wish, card, machine, compile_fallback=CompileConfig(mode="y"))
     assert dict(fallback.varlen_compile)["mode"] == "y"
-    ignored = facts(decode_compile_config=CompileConfig())
+    ignored = facts(card, decode_compile_config=CompileConfig())
     assert ignored.decode_compile == () and "decode_compile_config" in ignored.notes[0]
+
+
+def test_on_a_cpu_nothing_is_compiled_and_it_is_said() -> None:
+    """Levels used to be facts without effect; now they are refused by name, and the engine serves all the same."""
+    for wish, name in (
+        ({"default_compile_level": 2}, "default_compile_level=2"),
+        ({"varlen_compile_config": CompileConfig()}, "varlen_compile_config"),
+    ):
+        found = facts(**wish)
+        assert (found.varlen_compile, found.decode_compile) == ((), ()) and name in found.notes[0]
+    assert not facts(default_compile_level=0).notes
 
 
 def test_margins_and_seeds() -> None:

@@ -183,7 +183,7 @@ def test_a_layer_in_one_call_is_what_seven_calls_give(
 ) -> None:
     """To the last bit, in chunks and steps, over pages that are shared; and the one call is what an engine uses."""
     model, prompts = tiny_model(family).to(dtype), random_prompts([1, 5, 17, 33])
-    settings = {"page_size": 4, "max_batch_tokens": 16}
+    settings = {"page_size": 4, "max_batch_tokens": 16, "num_blocks": 64}
     calls: list[bool] = []
     found = decoder_layer._native_attention
 
