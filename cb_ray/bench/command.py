@@ -14,6 +14,7 @@ BENCHMARKS = {
     "grammar": "what a JSON schema costs in tokens per second, and what requests without one see beside it",
     "kernels": "native products, MLPs and choosing tokens against torch's own",
     "offline": "tokens per second of a workload of token ids, in one process",
+    "peers": "the same requests through vLLM, transformers and this engine",
     "pool": "the pool's promises: failover, overload, prefixes, scaling, on real replicas",
     "router": "milliseconds to decide where a request goes, by policy and page size",
     "scheduler": "microseconds to plan and commit a step, by running and waiting requests",

@@ -223,19 +223,19 @@ async def first_model(session: Any, base_url: str, headers: Mapping[str, str]) -
 
 
 _COLUMNS = (  # heading, width, where the figure is, factor
-    ("tok/s", 8, ("output_tokens_per_s",), 1),
-    ("req/s", 7, ("requests_per_s",), 1),
-    ("TTFT p50", 9, ("ttft_s", "p50"), 1e3),
-    ("p90", 7, ("ttft_s", "p90"), 1e3),
-    ("p99", 7, ("ttft_s", "p99"), 1e3),
-    ("TPOT p50", 9, ("tpot_s", "p50"), 1e3),
-    ("ITL p50", 8, ("itl_s", "p50"), 1e3),
-    ("p90", 7, ("itl_s", "p90"), 1e3),
-    ("p99", 7, ("itl_s", "p99"), 1e3),
-    ("e2e p50", 8, ("e2e_s", "p50"), 1e3),
-    ("p99", 7, ("e2e_s", "p99"), 1e3),
-    ("good %", 7, ("goodput", "share"), 100),
-    ("lag p99", 8, ("client", "lag_s", "p99"), 1e3),
+    ("tok/s", 9, ("output_tokens_per_s",), 1),
+    ("req/s", 8, ("requests_per_s",), 1),
+    ("TTFT p50", 10, ("ttft_s", "p50"), 1e3),
+    ("p90", 8, ("ttft_s", "p90"), 1e3),
+    ("p99", 8, ("ttft_s", "p99"), 1e3),
+    ("TPOT p50", 10, ("tpot_s", "p50"), 1e3),
+    ("ITL p50", 9, ("itl_s", "p50"), 1e3),
+    ("p90", 8, ("itl_s", "p90"), 1e3),
+    ("p99", 8, ("itl_s", "p99"), 1e3),
+    ("e2e p50", 9, ("e2e_s", "p50"), 1e3),
+    ("p99", 8, ("e2e_s", "p99"), 1e3),
+    ("good %", 8, ("goodput", "share"), 100),
+    ("lag p99", 9, ("client", "lag_s", "p99"), 1e3),
 )
 HEADER = f"{'load':<12}{'done':>6}{'errors':>7}" + "".join(f"{heading:>{width}}" for heading, width, _, _ in _COLUMNS)
 
@@ -249,9 +249,11 @@ def row(point: Mapping[str, Any]) -> str:
         value: Any = point
         for part in path:
             value = None if value is None else value[part]
-        cells.append(
-            f"{'–':>{width}}" if value is None else f"{value * factor:>{width}.{2 if path[0] == 'requests_per_s' else 1}f}"
-        )
+        if value is None:
+            cells.append(f"{'–':>{width}}")
+        else:
+            decimals = 2 if path[0] == "requests_per_s" else 1 if value * factor < 10_000 else 0
+            cells.append(f"{value * factor:>{width}.{decimals}f}")
     return "".join(cells)
 
 
