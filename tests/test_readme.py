@@ -1,4 +1,4 @@
-"""The README's code is run as it stands, against the application that it starts."""
+"""The code of the README and of docs/clients.md is run as it stands, against the application that it starts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ import pytest
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+CLIENTS = (Path(__file__).parents[1] / "docs" / "clients.md").read_text(encoding="utf-8")
+PAGES = re.findall(r"^## (.*?)$(.*?)(?=^## |\Z)", CLIENTS, re.MULTILINE | re.DOTALL)
+SNIPPETS = [
+    pytest.param(code, id=f"{heading} {number}")
+    for heading, text in PAGES
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+]
 PYTHON = [code for language, code in BLOCKS if language == "python"]
 SHELL = [code for language, code in BLOCKS if language == "bash"]
 
@@ -61,3 +68,16 @@ def test_python(application: None, code: str, capsys: pytest.CaptureFixture[str]
     """Each Python block of the README runs as it is printed."""
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_clients(application: None, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each Python block of docs/clients.md runs as it is printed, with the client that it is about."""
+    exec(compile(code, "clients.md", "exec"), {"__name__": "clients"})
+    assert capsys.readouterr().out
+
+
+def test_the_page_of_clients_knows_them_all() -> None:
+    """A heading that is renamed must not lose its code unseen."""
+    assert [heading for heading, _ in PAGES] == ["curl", "The openai package", "LangChain", "Load generators"]
+    assert len(SNIPPETS) == 5
