@@ -89,6 +89,7 @@ class RouterArgs:
     max_ongoing_requests: int = 4096
     num_tokenizer_threads: int = 4
     max_failovers: int = 3  # how often a stream moves on when its replica dies
+    token_pipe: bool = True  # tokens over one connection from each engine; False: over Ray's streams, a message for each token
     # who may call
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # neither keys nor a file: everyone may call
     api_keys_file: str | None = None  # one key a line, or tenants; read again when it changes

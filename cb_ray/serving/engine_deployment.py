@@ -34,6 +34,7 @@ from .pool_families import engine_numbers
 from .pulse import Pulse
 from .ray_metrics import RayMirror
 from .replica_router import BOARD
+from .token_pipe import PipeOutlets, PipeTicket
 from .tracing import Tracing
 
 logger = logging.getLogger("ray.serve")
@@ -87,6 +88,7 @@ class Engine:
         self._loaded = await asyncio.to_thread(spec.load or _load_model, spec)
         self._engine = self._loaded.engine
         self._engine.start()
+        self._outlets = PipeOutlets()
         await self._prove()
         self._board: Any | None = None
         self._limits: PoolLimits | None = None
@@ -102,14 +104,18 @@ class Engine:
             pages=self._loaded.pages,
         )
 
-    async def generate(self, request: GenerateRequest, attempt: int = 0, queued_s: float = 0.0) -> AsyncGenerator[TokenChunk]:
+    async def generate(
+        self, request: GenerateRequest, attempt: int = 0, queued_s: float = 0.0, pipe: PipeTicket | None = None
+    ) -> AsyncGenerator[TokenChunk]:
         """The chunks of one request: the first at once, later ones merged when the reader is late; the last has `usage`.
 
         Closing the generator cancels the request in the engine. `attempt` counts the times a caller has tried before, `queued_s`
-        the seconds that it waited in the pool's line, which count as queue time in `usage`.
+        the seconds that it waited in the pool's line, which count as queue time in `usage`. With a `pipe` that can be reached the
+        chunks go there, and nothing is yielded.
         Raises InvalidRequestError, QueueFullError and EngineStoppedError before the first chunk; later failures are in a chunk.
         """
         last: TokenChunk | None = None
+        outlet = await self._outlets.to(pipe.address) if pipe is not None else None
         self._pulse.begin(request.request_id)
         try:
             source: Any = self._engine.chunks(request)
@@ -119,7 +125,11 @@ class Engine:
                 async for chunk in chunks:
                     self._pulse.moved(request.request_id, len(chunk.token_ids))
                     last = chunk
-                    yield _with_wait(chunk, queued_s) if queued_s else chunk
+                    told = _with_wait(chunk, queued_s) if queued_s else chunk
+                    if outlet is None or pipe is None:
+                        yield told
+                    else:
+                        await outlet.send(pipe.channel, told)
         finally:
             self._pulse.end(request.request_id, finished=last is not None and last.status == RequestStatus.FINISHED)
 
@@ -177,6 +187,7 @@ class Engine:
         """Serve calls this after the drain: the engine finishes what is left and gives its memory back."""
         with contextlib.suppress(AttributeError):  # construction may not have come this far
             self._pulse.close()
+            await self._outlets.aclose()
         with contextlib.suppress(AttributeError):
             await asyncio.to_thread(self._engine.stop, True, 10.0, hard_stop=True)
 

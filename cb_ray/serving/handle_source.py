@@ -6,12 +6,14 @@ depends on no version of it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CbRayError, NoReplicaError, QueueFullError, ReplicaLostError
 from ..messages import GenerateRequest, TokenChunk
+from .token_pipe import Channel, PipeInlet
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -22,32 +24,73 @@ _DIED = {"RayActorError", "ObjectLostError", "NodeDiedError", "WorkerCrashedErro
 _TAKEN_AWAY = {"RequestCancelledError", "TaskCancelledError"}  # by Serve: a cancellation of ours never arrives here as an error
 
 
-class HandleSource:
-    """Tokens from the engine deployment. Closing an iterator early cancels the request in its engine."""
+_LAST_WORD_S = 5.0  # how much later than its call's end a request's last tokens may come through the pipe
 
-    def __init__(self, engine: DeploymentHandle) -> None:
+
+class HandleSource:
+    """Tokens from the engine deployment. Closing an iterator early cancels the request in its engine.
+
+    With an `inlet` they come through its pipe, and the call itself carries only what went wrong; or the tokens as well, from an
+    engine that cannot reach the pipe.
+    """
+
+    def __init__(self, engine: DeploymentHandle, inlet: PipeInlet | None = None) -> None:
         self._engine = engine.options(stream=True)
+        self._inlet = inlet
+        self._followers: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenerateRequest, attempt: int = 0) -> AsyncGenerator[TokenChunk]:
         """The chunks of one request. Raises CbRayError, whatever was raised on the other side.
 
         A request that was tried before (`attempt` above 0) was admitted then, and is not refused now.
         """
-        again = {"attempt": attempt} if attempt else {}
-        chunks: Any = self._engine.generate.remote(request=request, **again)
+        extra: dict[str, Any] = {"attempt": attempt} if attempt else {}
+        channel: Channel | None = None
+        if self._inlet is not None:
+            channel, extra["pipe"] = await self._inlet.open()
+        call: Any = self._engine.generate.remote(request=request, **extra)
+        follower = self._follow(call, channel) if channel is not None else None
+        next_chunk: Callable[[], Awaitable[TokenChunk]] = aiter(call).__anext__ if channel is None else channel.next
         num_tokens, over = 0, False
         try:
-            async for chunk in chunks:
+            while channel is None or not over:  # a call is read to its end, beyond the last chunk
+                chunk = await next_chunk()
                 num_tokens += len(chunk.token_ids)
                 over = chunk.is_terminal
                 yield chunk
+        except StopAsyncIteration:
             over = True
         except Exception as error:
             over = True
             raise own_error(error, num_tokens) from error
         finally:
+            if channel is not None and self._inlet is not None:
+                self._inlet.close(channel)
             if not over:
-                chunks.cancel()  # closes the generator in the engine's replica, which cancels the request there
+                call.cancel()  # closes the generator in the engine's replica, which cancels the request there
+                if follower is not None:
+                    follower.cancel()
+
+    def _follow(self, call: AsyncIterator[TokenChunk], channel: Channel) -> asyncio.Task[None]:
+        """A task that reads `call` to its end, which comes a little after the last chunk."""
+        follower = asyncio.create_task(_follow(call, channel))
+        self._followers.add(follower)
+        follower.add_done_callback(self._followers.discard)
+        return follower
+
+
+async def _follow(call: AsyncIterator[TokenChunk], channel: Channel) -> None:
+    """What comes through the call itself goes to the channel as well, and so does how it ends."""
+    try:
+        async for chunk in call:
+            channel.put(chunk)
+    except asyncio.CancelledError:
+        channel.fail(ReplicaLostError(""))
+        raise
+    except Exception as error:
+        channel.fail(error)
+    else:  # all was sent; it is here or on its way, unless the connection broke under the last word
+        asyncio.get_running_loop().call_later(_LAST_WORD_S, channel.fail, ReplicaLostError(""))
 
 
 def own_error(error: BaseException, tokens_so_far: int = 0) -> CbRayError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -34,6 +35,7 @@ from .response_store import STORE, Responses, ResponseStore, StoreClient
 from .served_model import ServedModel
 from .settings import DoorSettings
 from .steady_source import SteadySource
+from .token_pipe import PipeInlet
 from .tracing import Tracing
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ def served(args: AppArgs) -> ServedModel:
 def desk(args: AppArgs, model: ServedModel, engine: DeploymentHandle, store: Responses | None) -> Desk:
     """A model's door in front of its engines."""
     moved: list[Metrics] = []
-    steady = SteadySource(HandleSource(engine), args.router.max_failovers, lambda: moved[0].failovers.inc())
+    steady = SteadySource(HandleSource(engine, inlet_of(args)), args.router.max_failovers, lambda: moved[0].failovers.inc())
     source = recorded(steady, args.request_log)
     http = build_http_app(model, source, door_settings(args), view_of(engine.app_name, engine.deployment_name), store)
     door = http.state.door
@@ -155,6 +157,14 @@ def own_store(args: AppArgs) -> ResponseStore | None:
 
 def _names(cls: type) -> set[str]:
     return {spec.name for spec in fields(cls)}
+
+
+def inlet_of(args: AppArgs) -> PipeInlet | None:
+    """The Router's end of the pipe, or None where tokens go through Ray: switched off, or where Ray's own traffic is encrypted."""
+    from ray.util import get_node_ip_address
+
+    encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+    return PipeInlet(get_node_ip_address()) if args.router.token_pipe and not encrypted else None
 
 
 def as_request(value: GenerateRequest | Mapping[str, Any] | Sequence[int], model: ServedModel) -> GenerateRequest:

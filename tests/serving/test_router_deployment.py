@@ -56,10 +56,12 @@ class FakeCall:
 
 @pytest.fixture
 def make_router(tiny_model_dir: Path):
-    """A Router of the tiny model over a FakeHandle whose source follows a script."""
+    """A Router of the tiny model over a FakeHandle whose source follows a script. The pipe has tests of its own."""
 
     def make(values: dict[str, Any] | None = None, **script: Any) -> tuple[Router, FakeHandle]:
-        args = parse_args({"model": str(tiny_model_dir), "served_model_name": "tiny", **(values or {})})
+        values = dict(values or {})
+        router_values = {"token_pipe": False, **values.pop("router", {})}
+        args = parse_args({"model": str(tiny_model_dir), "served_model_name": "tiny", "router": router_values, **values})
         handle = FakeHandle(None)  # type: ignore[arg-type]
         router = Router(args, handle)  # type: ignore[arg-type]
         handle.source = FakeSource(codec=router.model.codec, **script)
