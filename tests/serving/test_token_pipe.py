@@ -188,13 +188,15 @@ def test_a_slow_router_holds_up_its_own_requests_alone() -> None:
     """A Router that reads nothing fills a bounded buffer; then `send` waits, and the engine merges what it makes meanwhile."""
 
     async def scenario() -> None:
-        released = asyncio.Event()
+        released, over = asyncio.Event(), asyncio.Event()
 
         async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await released.wait()
             while await reader.read(2**20):
                 pass
             writer.close()
+            await writer.wait_closed()
+            over.set()
 
         server = await asyncio.start_server(deaf, "127.0.0.1", 0, limit=1024)
         outlets = PipeOutlets()
@@ -214,6 +216,7 @@ def test_a_slow_router_holds_up_its_own_requests_alone() -> None:
         released.set()
         await filling
         await outlets.aclose()
+        await over.wait()
         server.close()
         await server.wait_closed()
 
@@ -228,7 +231,8 @@ def test_who_does_not_know_the_key_is_refused(caplog: pytest.LogCaptureFixture) 
             _, ticket = await inlet.open()
             reader, writer = await asyncio.open_connection("127.0.0.1", ticket.address.port)
             writer.write(b"x" * 32 + b"\0\0\0\1.")
-            assert await reader.read() == b""
+            with contextlib.suppress(ConnectionResetError):  # as a system may say that what was sent is not wanted
+                assert await reader.read() == b""
             writer.close()
 
     run(scenario)
@@ -241,7 +245,8 @@ def test_a_frame_too_large_ends_the_connection(caplog: pytest.LogCaptureFixture)
             _, ticket = await inlet.open()
             reader, writer = await asyncio.open_connection("127.0.0.1", ticket.address.port)
             writer.write(ticket.address.key + b"\xff\xff\xff\xff")
-            assert await reader.read() == b""
+            with contextlib.suppress(ConnectionResetError):  # as a system may say that what was sent is not wanted
+                assert await reader.read() == b""
             writer.close()
 
     run(scenario)
