@@ -79,5 +79,11 @@ def test_clients(application: None, code: str, capsys: pytest.CaptureFixture[str
 
 def test_the_page_of_clients_knows_them_all() -> None:
     """A heading that is renamed must not lose its code unseen."""
-    assert [heading for heading, _ in PAGES] == ["curl", "The openai package", "The anthropic package", "LangChain", "Load generators"]
+    assert [heading for heading, _ in PAGES] == [
+        "curl",
+        "The openai package",
+        "The anthropic package",
+        "LangChain",
+        "Load generators",
+    ]
     assert len(SNIPPETS) == 7
