@@ -118,6 +118,8 @@ class ModelRunner:
         return ticket.result
 
     def _step(self, plan: BatchPlan) -> StepResult:
+        if self._grammars is not None:
+            self._grammars.forget(plan.released)
         shown = any(row.sampling.prompt_logprobs is not None and row.start < row.num_prompt - 1 for row in plan.rows)
         indices = [index for index, row in enumerate(plan.rows) if row.samples]
         wants_hidden = any(plan.rows[index].sampling.embed for index in indices)
@@ -141,8 +143,6 @@ class ModelRunner:
         """Choose the tokens of the rows `indices` of the plan: logits [S, V], one row for each."""
         rows = [plan.rows[index] for index in indices]
         grammars = self._grammars
-        if grammars is not None:
-            grammars.forget(plan.released)
         if grammars is None or not any(row.sampling.grammar is not None for row in rows):
             return sample(logits, rows, indices, self._processors)
         rows, wrong = grammars.apply(logits, rows)

@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from cb_ray.core.plan import Row
+from cb_ray.core.plan import BatchPlan, Row
 from cb_ray.errors import InvalidRequestError
 from cb_ray.grammar import Grammar
 from cb_ray.messages import SamplingParams, TokenChunk
 from cb_ray.runtime.grammar import GrammarCompiler, GrammarMasks
+from cb_ray.runtime.model_runner import ModelRunner
 from tests.runtime.driving import random_prompts
 from tests.runtime.driving import run as drive
 from tests.tiny import make_tokenizer
@@ -266,3 +267,22 @@ def test_tokens_that_do_not_follow_fail_their_request_alone(tokenizer: Any) -> N
     _, errors = masks.apply(logits, rows)
     assert list(errors) == [0] and isinstance(errors[0], InvalidRequestError)
     assert torch.isinf(logits[1]).any() and not torch.isinf(logits[0]).any()
+
+
+def test_an_id_that_is_used_again_begins_anew(tokenizer: Any) -> None:
+    """The end of a request may be told in a step that samples nothing; the next one of that name is another."""
+
+    class Zeros:
+        """A model to which all tokens are equal."""
+
+        def run(self, plan: BatchPlan, sampled: Any, every_token: bool) -> torch.Tensor:
+            return torch.zeros(sum(row.samples for row in plan.rows), 320)
+
+    masks = GrammarMasks(GrammarCompiler(lambda: tokenizer, 320, (END,)))
+    runner = ModelRunner(Zeros(), torch.device("cpu"), grammars=masks)  # type: ignore[arg-type]
+    for word in ("abc", "xyz"):
+        asks = row("same", SamplingParams(do_sample=False, grammar=Grammar.choice([word])), [0])
+        (token,) = runner.collect(runner.submit(BatchPlan(step=1, rows=(asks,)))).token_ids
+        assert tokenizer.decode([token]) in word and tokenizer.decode([token])[0] == word[0]
+        chunk = asks._replace(request_id="other", samples=False)
+        runner.submit(BatchPlan(step=2, rows=(chunk,), released=("same",)))
