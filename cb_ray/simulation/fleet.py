@@ -166,8 +166,9 @@ class Fleet:
         client.returns += 1
         if clients.whole_seconds:
             wait = max(1, math.ceil(wait))
-        call = partial(self._ask, client)
-        self.agenda.at(now + self._answer + ticks(wait) + self._door, Turn.BOARD, client.number, call)
+        back = now + self._answer + ticks(wait)
+        self.ledger.asked(client.line, seconds(back))
+        self.agenda.at(back + self._door, Turn.BOARD, client.number, partial(self._ask, client))
 
     def _deliver(self, client: Client, name: str, ticket: str, now: int) -> None:
         """The granted replica gets the request; if it is not there any more, another is asked for."""

@@ -22,6 +22,7 @@ class Line(NamedTuple):
     """One request. What did not happen is nan."""
 
     at_s: float
+    asked_s: float  # when it was asked for the last time: later than at_s where it was refused and came back
     ttft_s: float
     e2e_s: float
     num_prompt: int
@@ -52,12 +53,17 @@ class Promise(NamedTuple):
     told_s: float
     true_s: float
 
+    def error(self, longest_s: float = 60.0) -> float:
+        """As a share of the truth. Nobody is told to stay away for longer than `longest_s`, so that much means: at least so long."""
+        early = 0.0 if self.told_s >= longest_s else max(0.0, self.true_s - self.told_s)
+        return max(early, self.told_s - self.true_s) / max(self.true_s, 1e-9)
+
 
 class Ledger:
     """Written while a run goes on."""
 
     def __init__(self) -> None:
-        self._times = tuple(array("d") for _ in range(3))  # arrival, first token, end
+        self._times = tuple(array("d") for _ in range(4))  # arrival, last asked, first token, end
         self._counts = tuple(array("i") for _ in range(6))
         self.gaps: Counter[int] = Counter()  # GAPs between two tokens → how often
         self.moments: list[Moment] = []
@@ -68,17 +74,20 @@ class Ledger:
 
     def arrive(self, at_s: float, num_prompt: int) -> int:
         """The number of the new line."""
-        for column, value in zip(self._times, (at_s, NEVER, NEVER), strict=True):
+        for column, value in zip(self._times, (at_s, at_s, NEVER, NEVER), strict=True):
             column.append(value)
         for column, value in zip(self._counts, (num_prompt, 0, 0, 0, 0, -1), strict=True):
             column.append(value)
         return len(self) - 1
 
-    def first_token(self, line: int, at_s: float) -> None:
+    def asked(self, line: int, at_s: float) -> None:
         self._times[1][line] = at_s
 
-    def end(self, line: int, at_s: float, num_answer: int, replica: int) -> None:
+    def first_token(self, line: int, at_s: float) -> None:
         self._times[2][line] = at_s
+
+    def end(self, line: int, at_s: float, num_answer: int, replica: int) -> None:
+        self._times[3][line] = at_s
         self._counts[1][line] = num_answer
         self._counts[5][line] = replica
 
@@ -92,8 +101,8 @@ class Ledger:
         self._counts[4][line] += 1
 
     def lines(self) -> Iterator[Line]:
-        for at, first, end, *counts in zip(*self._times, *self._counts, strict=True):
-            yield Line(at, first - at, end - at, *map(int, counts))
+        for at, asked, first, end, *counts in zip(*self._times, *self._counts, strict=True):
+            yield Line(at, asked, first - at, end - at, *map(int, counts))
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

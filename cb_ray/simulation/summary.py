@@ -39,6 +39,7 @@ class Summary:
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
+    admitted_ttft_p99_s: float  # from the time that it was asked for and not refused
     itl_p50_s: float
     itl_p99_s: float
     e2e_p50_s: float
@@ -73,7 +74,8 @@ def summarise(outcome: Outcome, slo: Slo | None = None, warm_up_s: float = 0.0) 
     end = max([line.at_s + line.e2e_s for line in lines if not math.isnan(line.e2e_s)], default=warm_up_s)
     span = max(1e-9, end - warm_up_s)
     prompt = sum([line.num_prompt for line in lines if not math.isnan(line.e2e_s)])
-    errors = sorted([abs(p.told_s - p.true_s) / max(p.true_s, 1e-9) for p in outcome.ledger.promises])
+    errors = sorted([promise.error() for promise in outcome.ledger.promises])
+    admitted = sorted([line.ttft_s - (line.asked_s - line.at_s) for line in lines if not math.isnan(line.ttft_s)])
     in_time = sum([ttft <= slo.ttft_s for ttft in ttfts]) / len(lines) if lines else 1.0
     moments = outcome.ledger.moments
     return Summary(
@@ -84,6 +86,7 @@ def summarise(outcome: Outcome, slo: Slo | None = None, warm_up_s: float = 0.0) 
         ttft_p50_s=percentile(ttfts, 0.5),
         ttft_p90_s=percentile(ttfts, 0.9),
         ttft_p99_s=percentile(ttfts, 0.99),
+        admitted_ttft_p99_s=percentile(admitted, 0.99),
         itl_p50_s=outcome.gap_percentile(0.5),
         itl_p99_s=outcome.gap_percentile(0.99),
         e2e_p50_s=percentile(e2es, 0.5),

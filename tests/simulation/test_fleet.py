@@ -154,7 +154,8 @@ def test_only_the_script_knows_how_long_answers_are():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("num_answer", "left") and not isinstance(node.ctx, ast.Store)
     }
-    assert readers <= {"simulation/fleet.py", "simulation/workload.py", "simulation/oracle.py", "simulation/ledger.py"}
+    makes, judges = {"workload", "traces"}, {"ledger", "summary"}  # before a run, and after it
+    assert readers <= {f"simulation/{name}.py" for name in (*makes, *judges, "fleet", "oracle")}
     fleet = ast.parse((package / "simulation" / "fleet.py").read_text())
     uses = [node for node in ast.walk(fleet) if isinstance(node, ast.Attribute) and node.attr == "num_answer"]
     assert len(uses) == 1, "the fleet hands it to the script, once"
