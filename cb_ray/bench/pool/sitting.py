@@ -149,7 +149,8 @@ class Sitting:
             states = replica_states(app)
             # Serve learns late of a death; that an actor is there says nothing of its being ready
             engines = len(alive) == wanted and states.get("Engine", {}) == ({"RUNNING": wanted} if wanted else {})
-            if app.status == "RUNNING" and engines and set(states["Router"]) == {"RUNNING"}:
+            routers = set(states.get("Router", {})) == {"RUNNING"}
+            if app.status == "RUNNING" and engines and routers and await asyncio.to_thread(_num_boards) == 1:
                 return
 
     async def status(self) -> Any:
@@ -168,8 +169,13 @@ class Sitting:
         return board
 
     async def snapshot(self) -> dict[str, Any]:
-        """The Board's books."""
-        return await (await self.board()).snapshot.remote()
+        """The Board's books; waits for a Board that is on its way."""
+        from ray.exceptions import RayActorError
+
+        async for _ in ticks(0.1):
+            with contextlib.suppress(RayActorError, RuntimeError):
+                return await (await self.board()).snapshot.remote()
+        raise AssertionError
 
     async def call(self, deployment: str, function: Callable[..., Any], replica: str = "") -> dict[str, Any]:
         """What `function(actor)` gives in the replicas of a deployment, by replica; in one of them if `replica` is named."""
@@ -210,6 +216,14 @@ def _replicas_of(deployment: str) -> dict[str, Any]:
     import ray
 
     return {name: ray.get_actor(actor["name"], namespace=actor["namespace"]) for name, actor in _named(deployment).items()}
+
+
+def _num_boards() -> int:
+    """Two while one version takes the place of another."""
+    import ray
+
+    listed: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    return sum(f"::{APP}::Engine::" in actor["name"] and actor["name"].endswith("::board") for actor in listed)
 
 
 def _named(deployment: str) -> dict[str, dict[str, str]]:
