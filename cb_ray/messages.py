@@ -180,7 +180,7 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the token id that ended it, when one did
     error: Exception | None = None
-    usage: Usage | None = None  # on the first chunk as far as it is known then, and on the terminal one
+    usage: Usage | None = None  # as it is then: on the first chunk, on one that other weights made, and on the terminal one
 
     @property
     def is_terminal(self) -> bool:
@@ -205,7 +205,7 @@ def merge_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
         finish_reason=last.finish_reason,
         stop_token=last.stop_token,
         error=last.error,
-        usage=last.usage or first.usage,
+        usage=next((c.usage for c in reversed(chunks) if c.usage is not None), None),
     )
 
 

@@ -112,6 +112,7 @@ class Request:
         "num_in_flight",
         "num_preemptions",
         "num_prompt",
+        "num_versions_told",
         "owed",
         "parked",
         "prompt_logprobs",
@@ -159,6 +160,7 @@ class Request:
         self.digests: list[bytes] = list(source.digests)
         self.weights_version = 0
         self.versions: list[int] = []
+        self.num_versions_told = 0
         self.status = RequestStatus.PENDING
         self.created_time, self.started_time, self.ended_time = now, -1.0, -1.0
         self.end_reason: FinishReason | None = None
@@ -243,8 +245,9 @@ class Request:
             extras["prompt_logprobs"] = tuple(self.prompt_logprobs)
             if self.prompt_top_logprobs is not None:
                 extras["prompt_top_logprobs"] = tuple(self.prompt_top_logprobs)
-        if first:
+        if first or len(self.versions) > self.num_versions_told:  # whoever reads a stream that breaks off knows what made it
             extras["usage"] = self.usage()
+            self.num_versions_told = len(self.versions)
         if self.ended:
             extras.update(
                 embedding=self.embedding,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from ..core.request import RequestLimits, derived_seed
@@ -28,6 +28,14 @@ class HandedIn(NamedTuple):
 
     families: list[list[str]]
     created: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What an engine asks of requests and does with what they leave out: enough to check them in another process."""
+
+    limits: RequestLimits
+    policy: SamplingPolicy
 
 
 class Intake:
@@ -188,7 +196,11 @@ class Intake:
             self._outbox.forget(name for _, names in good for name in names)
             raise
         records = {name: OutputRecord(replace(prompt, request_id=name), created) for prompt, names in good for name in names}
-        _read_all(mailbox, records, ended, on_end)
+        try:
+            _read_all(mailbox, records, ended, on_end)
+        except BaseException:  # an interrupted caller leaves nothing running
+            self.abandon(name for name in records if name not in ended)
+            raise
         return {name: ended[name] for names in families for name in (*names[1:], names[0])}
 
 

@@ -401,9 +401,11 @@ def _answer(callback: Callback, snapshot: Snapshot) -> None:
 class Outbox:
     """Who listens to which request. Knows which ids are live, from their submission to their terminal chunk."""
 
-    def __init__(self, results: Results) -> None:
+    def __init__(self, results: Results, prefix: str = "req_") -> None:
+        """`prefix`: of the ids of requests that are not given one."""
         self._lock = threading.Lock()
         self._results = results
+        self._prefix = prefix
         self._live: dict[str, _Address] = {}
         self._handlers: dict[str, _Handler] = {}
         self._bells: dict[asyncio.AbstractEventLoop, Bell] = {}
@@ -412,7 +414,7 @@ class Outbox:
     # ---- any thread ---------------------------------------------------------------------------------------------------------
 
     def reserve(self, wanted: str | None, children: int = 0) -> list[str]:
-        """Make an id live, the `wanted` one or the next `req_{n}`, and those of its children: [id, its children …].
+        """Make an id live, the `wanted` one or the next `{prefix}{n}`, and those of its children: [id, its children …].
 
         Raises InvalidRequestError (a ValueError) when one of them is live already.
         """
@@ -420,7 +422,7 @@ class Outbox:
             while True:
                 name = wanted
                 if name is None:
-                    name, self._names = f"req_{self._names}", self._names + 1
+                    name, self._names = f"{self._prefix}{self._names}", self._names + 1
                 names = [name, *(f"{name}__child#{k}" for k in range(children))]
                 taken = [n for n in names if n in self._live]
                 if not taken:

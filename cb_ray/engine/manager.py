@@ -1,40 +1,39 @@
 """`ContinuousBatchingManager`: transformers' methods, under their names and with their meaning, over the engine thread.
 
-Owns the engine's life (start, stop, pause, destroy), the ids of requests and the way in for them. Makes the thread; decides
-nothing about batches. Every method may be called from any thread. Teardown is the engine thread's own: `stop` asks and waits, no
-more.
+Owns the engine's life (start, stop, pause, new weights, destroy). Makes the thread; decides nothing about batches. Every method
+may be called from any thread. Teardown is the engine thread's own: `stop` asks and waits, no more. What concerns requests and
+outputs is in `request_side.py`.
 
     caller ──add_request──▶ ids, validation ──▶ Inbox ──▶ EngineLoop (thread) ──▶ Outbox ──▶ get_result, handlers, streams
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import copy
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import ContinuousBatchingConfig, EngineFacts, WorkloadHints
 from ..core.plan import BatchPlan
-from ..errors import EngineStoppedError, InvalidRequestError, WeightsLostError
-from ..messages import EngineStats, GenerateRequest, GenerationOutput, TokenChunk
+from ..errors import EngineStoppedError, WeightsLostError
+from ..messages import EngineStats
 from .gates import PauseGate, StopGate, StopLevel, UpdateGate, turnstile
-from .intake import Intake, plain_ids
+from .intake import Intake, Terms
 from .loop import EngineLoop
-from .mailbox import Broken, Callback, DropCache, Inbox, Mailbox, NewWeights, Outbox, PageNames, Results
-from .outputs import OutputRecord
+from .mailbox import Broken, DropCache, Inbox, NewWeights, Outbox, PageNames, Results
 from .parts import Build, EngineParts
+from .request_side import RequestSide
 from .sampling_config import SamplingPolicy
 
 if TYPE_CHECKING:
-    from .weights import LoadedWeights
-    from .weights_source import WeightsSource
+    from .weights import LoadedWeights, Update
+    from .weights_source import PackedWeights, WeightsSource
 
 logger = logging.getLogger(__name__)
 CACHED_MANAGER = "_cb_ray_manager"  # attribute of a model that keeps its manager between sessions
@@ -64,7 +63,7 @@ class BackgroundThreadStatus:
         return self._manager.fatal_error
 
 
-class ContinuousBatchingManager:
+class ContinuousBatchingManager(RequestSide):
     """Serves requests on a thread of its own, batching them step by step.
 
     `build` makes the engine's parts (default: `engine.build.build`); `clock` gives seconds, and is what times in outputs refer
@@ -117,7 +116,7 @@ class ContinuousBatchingManager:
         except BaseException:
             self._drop_parts()
             raise
-        self.num_return_sequences = policy.num_return_sequences
+        self._policy_of_requests, self.num_return_sequences = policy, policy.num_return_sequences
         self._intake = Intake(
             policy=policy,
             limits=parts.limits,
@@ -169,6 +168,11 @@ class ContinuousBatchingManager:
         """The error that ended the last session, until the next start."""
         error = None if self._session is None else self._session.loop.error
         return error if error is None or isinstance(error, Exception) else RuntimeError(repr(error))
+
+    @property
+    def terms(self) -> Terms:
+        """What a request may ask here, and what it gets when it leaves something out."""
+        return Terms(limits=self._intake.limits, policy=self._policy_of_requests)
 
     @property
     def current_batch(self) -> int:
@@ -356,9 +360,24 @@ class ContinuousBatchingManager:
                 if invalidate or recompute or weights_version is not None:
                     self._inbox.put(NewWeights(weights_version, recompute))
 
+    def prepare_weights(self, source: WeightsSource, *, progress_bar: bool = False) -> Update:
+        """Check weights whole and read them once, without touching the model: `update_weights` takes what this returns.
+
+        Raises WeightsError when they do not fit.
+        """
+        from .weights import Update
+
+        return Update(source, self.model, progress=progress_bar)
+
+    def pack_weights(self) -> PackedWeights:
+        """The model's present weights, as another engine's `update_weights` takes them; no copy where they lie in host memory."""
+        from .weights_source import pack_weights
+
+        return pack_weights(self.model.state_dict())
+
     def update_weights(
         self,
-        source: WeightsSource,
+        source: WeightsSource | Update,
         *,
         weights_version: int | None = None,
         recompute: bool = False,
@@ -368,8 +387,9 @@ class ContinuousBatchingManager:
         """Load other weights into the model, running or not: checked whole, read once, then copied while the engine stands still.
 
         `source` is a directory, a hub id with a revision (`org/name@revision`), tensors by name, or a callable that gives one of
-        these. Requests stay; see `pause` for `weights_version` and `recompute`. Should copying fail, the old weights are read again
-        from `restore_from`, or, without it, were kept in host memory meanwhile (as much as the model has weights).
+        these, or what `prepare_weights` returned. Requests stay; see `pause` for `weights_version` and `recompute`. Should copying
+        fail, the old weights are read again from `restore_from`, or, without it, were kept in host memory meanwhile (as much as the
+        model has weights).
 
         Raises WeightsError when the source does not fit (nothing was changed), UpdateRunningError beside another update, and
         WeightsLostError when neither old nor new weights are whole: the engine has then failed.
@@ -379,7 +399,7 @@ class ContinuousBatchingManager:
         if self._destroyed:
             raise EngineStoppedError("this manager was destroyed; make a new one")
         with self._updating.through(f"weights version {weights_version or 'next'}"):
-            update = Update(source, self.model, progress=progress_bar)
+            update = source if isinstance(source, Update) else self.prepare_weights(source, progress_bar=progress_bar)
             with self._standing_still() as running:
                 begun = time.perf_counter()
                 try:
@@ -427,202 +447,3 @@ class ContinuousBatchingManager:
     def drop_cache(self) -> None:
         """Forget every cached prefix, at the next step."""
         self._inbox.put(DropCache())
-
-    # ---- requests in --------------------------------------------------------------------------------------------------------
-
-    def add_request(
-        self,
-        input_ids: Iterable[int],
-        request_id: str | None = None,
-        max_new_tokens: int | None = None,
-        streaming: bool = False,
-        record_timestamps: bool = False,
-        eos_token_id: int | list[int] | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        timeout_s: float | None = None,
-        num_return_sequences: int | None = None,
-        **sampling: Any,
-    ) -> str | None:
-        """Hand in one prompt; returns its id, or None with a warning when the engine takes no more.
-
-        What is left out comes from the generation config. `sampling` are fields of SamplingParams, for engines made with
-        `per_request_processors=True`. Raises InvalidRequestError (a ValueError) for what can never be served and for an id that
-        is in use, QueueFullError (a queue.Full) when `max_queue_size` requests wait.
-        """
-        if self._refuses(input_ids):
-            return None
-        prompt = self._intake.prompt(
-            input_ids,
-            max_new_tokens=max_new_tokens,
-            stream=streaming,
-            record_timestamps=record_timestamps,
-            eos_token_id=eos_token_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            timeout_s=timeout_s,
-            sampling=sampling,
-        )
-        try:
-            return self._intake.hand_in([prompt], [request_id], num_return_sequences=num_return_sequences).families[0][0]
-        except EngineStoppedError:
-            self._refuses(input_ids)
-            return None
-
-    def add_requests(
-        self,
-        inputs: Iterable[Iterable[int]],
-        max_new_tokens: int | None = None,
-        streaming: bool = False,
-        record_timestamps: bool = False,
-        *,
-        request_ids: Sequence[str] | None = None,
-        eos_token_id: int | list[int] | None = None,
-        num_return_sequences: int | None = None,
-        **sampling: Any,
-    ) -> list[str]:
-        """Hand in several prompts, all or none; returns their ids in input order.
-
-        Raises InvalidRequestError naming the first bad prompt, QueueFullError when they do not all find a place, and
-        EngineStoppedError when the engine takes no more.
-        """
-        if self._intake.refusing is not None:
-            raise EngineStoppedError(self._intake.refusing)
-        prompts: list[GenerateRequest] = []
-        for index, input_ids in enumerate(inputs):
-            try:
-                prompt = self._intake.prompt(
-                    input_ids,
-                    max_new_tokens=max_new_tokens,
-                    stream=streaming,
-                    record_timestamps=record_timestamps,
-                    eos_token_id=eos_token_id,
-                    sampling=sampling,
-                )
-            except InvalidRequestError as error:
-                raise InvalidRequestError(f"inputs[{index}]: {error.message}", error.param, error.code) from error
-            prompts.append(prompt)
-        names = [None] * len(prompts) if request_ids is None else list(request_ids)
-        if len(names) != len(prompts):
-            raise InvalidRequestError(f"{len(prompts)} prompts need as many request_ids, got {len(names)}", param="request_ids")
-        handed_in = self._intake.hand_in(prompts, names, num_return_sequences=num_return_sequences)
-        return [family[0] for family in handed_in.families]
-
-    def submit(self, request: GenerateRequest) -> None:
-        """Hand in a request as it is; its outputs go to its handler or to `get_result`.
-
-        Raises InvalidRequestError, QueueFullError or EngineStoppedError.
-        """
-        self._intake.hand_in([request], [request.request_id], num_return_sequences=1)
-
-    def run_batch(
-        self, inputs: Sequence[Iterable[int]], on_end: Callable[[], object], **arguments: Any
-    ) -> dict[str, GenerationOutput]:
-        """Serve a batch to its end; its outputs come in input order, children before their parent (see `Intake.run_batch`)."""
-        return self._intake.run_batch(inputs, on_end, **arguments)
-
-    def _refuses(self, input_ids: Iterable[int]) -> bool:
-        reason = self._intake.refusing
-        if reason is not None:
-            logger.warning("a request is refused (%s): %s", reason, _preview(input_ids))
-        return reason is not None
-
-    def cancel_request(self, request_id: str) -> None:
-        """End a request early: it gets a CANCELLED output with what it has, and so do its children. Unknown ids: nothing."""
-        self._intake.cancel(request_id)
-
-    # ---- outputs out --------------------------------------------------------------------------------------------------------
-
-    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """The oldest output that nobody fetched yet, or the oldest one of `request_id`, waiting for it.
-
-        None after `timeout` seconds, or when the engine has ended and nothing is left.
-        """
-        return self._results.get(request_id, timeout)
-
-    def __iter__(self) -> Iterator[GenerationOutput]:
-        """Outputs as they come, until the engine has ended and nothing is left."""
-        while (output := self._results.get()) is not None:
-            yield output
-
-    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """Outputs of one request as they come, up to its terminal one. While somebody iterates, nobody else gets them."""
-        with self._results.claim(request_id):
-            while (output := self._results.get(request_id)) is not None:
-                yield output
-                if output.is_finished():
-                    return
-
-    def register_result_handler(self, request_id: str, callback: Callback) -> None:
-        """Outputs of `request_id` go to `callback`, on the running event loop, until the terminal one.
-
-        Register before handing the request in. Raises RuntimeError without a running event loop.
-        """
-        self._outbox.register(request_id, callback, asyncio.get_running_loop())
-
-    async def chunks(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Hand in a request and get its chunks, merged when the reader is late; leaving early cancels it in the engine.
-
-        Raises InvalidRequestError, QueueFullError or EngineStoppedError at the first step.
-        """
-        await self._intake.compile_grammar(request.sampling.grammar)
-        mailbox = Mailbox(self._outbox.bell(asyncio.get_running_loop()))
-        self._intake.hand_in([request], [request.request_id], num_return_sequences=1, mailbox=mailbox)
-        async for chunk in self._read(mailbox, {request.request_id}):
-            yield chunk
-
-    async def stream(
-        self,
-        input_ids: Iterable[int],
-        request_id: str | None = None,
-        max_new_tokens: int | None = None,
-        streaming: bool = True,
-        record_timestamps: bool = False,
-        eos_token_id: int | list[int] | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        timeout_s: float | None = None,
-        num_return_sequences: int | None = None,
-        **sampling: Any,
-    ) -> AsyncIterator[GenerationOutput]:
-        """Like `add_request`, and its cumulative outputs as they come (those of its children, too); leaving early cancels it.
-
-        A reader who is late gets fewer outputs with more tokens each. Raises EngineStoppedError when the engine takes no more.
-        """
-        await self._intake.compile_grammar(sampling.get("grammar"))
-        prompt = self._intake.prompt(
-            input_ids,
-            max_new_tokens=max_new_tokens,
-            stream=streaming,
-            record_timestamps=record_timestamps,
-            eos_token_id=eos_token_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            timeout_s=timeout_s,
-            sampling=sampling,
-        )
-        mailbox = Mailbox(self._outbox.bell(asyncio.get_running_loop()))
-        (family,), created = self._intake.hand_in(
-            [prompt], [request_id], num_return_sequences=num_return_sequences, mailbox=mailbox
-        )
-        records = {name: OutputRecord(replace(prompt, request_id=name), created) for name in family}
-        async for chunk in self._read(mailbox, set(family)):
-            yield records[chunk.request_id].add(chunk).output()
-
-    async def _read(self, mailbox: Mailbox, live: set[str]) -> AsyncIterator[TokenChunk]:
-        try:
-            while live:
-                chunk = await mailbox.next()
-                if chunk.is_terminal:
-                    live.discard(chunk.request_id)
-                yield chunk
-        finally:
-            self._intake.abandon(live)
-
-
-def _preview(input_ids: Iterable[int]) -> str:
-    """The first and last three ids, for a log line."""
-    ids = plain_ids(input_ids)
-    return repr(ids) if len(ids) <= 6 else f"[{', '.join(map(str, ids[:3]))}, …, {', '.join(map(str, ids[-3:]))}]"

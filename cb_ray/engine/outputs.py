@@ -14,7 +14,7 @@ from ..messages import GenerateRequest, GenerationOutput, TokenChunk, TopLogprob
 class OutputRecord:
     """All that has come for one request."""
 
-    __slots__ = ("created", "logprobs", "prompt", "prompt_logprobs", "request_id", "started", "times", "tokens", "top_logprobs")
+    __slots__ = ("created", "logprobs", "prompt", "prompt_logprobs", "request_id", "times", "tokens", "top_logprobs", "usage")
 
     def __init__(self, request: GenerateRequest, created: float) -> None:
         self.request_id = request.request_id
@@ -25,7 +25,7 @@ class OutputRecord:
         self.times: list[float] | None = [] if request.record_timestamps else None
         self.top_logprobs: list[TopLogprobs] | None = [] if request.sampling.logprobs else None
         self.prompt_logprobs: list[float | None] | None = None
-        self.started: Usage | None = None  # what the first chunk told
+        self.usage: Usage | None = None  # what the last chunk told that had something to tell
 
     def add(self, chunk: TokenChunk) -> Snapshot:
         """Take a chunk in; the snapshot tells what is known with it."""
@@ -35,10 +35,10 @@ class OutputRecord:
             self.times.extend(chunk.timestamps)
         if self.top_logprobs is not None:
             self.top_logprobs.extend(chunk.top_logprobs)
-        self.started = self.started or chunk.usage
+        self.usage = chunk.usage or self.usage
         if chunk.prompt_logprobs is not None:
             self.prompt_logprobs = list(chunk.prompt_logprobs)
-        return Snapshot(self, len(self.tokens), chunk)
+        return Snapshot(self, len(self.tokens), chunk, self.usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class Snapshot:
     record: OutputRecord
     count: int
     chunk: TokenChunk
+    usage: Usage | None
 
     @property
     def request_id(self) -> str:
@@ -59,8 +60,7 @@ class Snapshot:
 
     def output(self) -> GenerationOutput:
         """A new output; nobody else holds its lists, but for the prompt's, which is not to be changed."""
-        record, chunk, count = self.record, self.chunk, self.count
-        usage = chunk.usage or record.started
+        record, chunk, count, usage = self.record, self.chunk, self.count, self.usage
         output = GenerationOutput(
             request_id=record.request_id,
             prompt_ids=record.prompt,

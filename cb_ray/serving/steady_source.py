@@ -43,11 +43,14 @@ class SteadySource:
         Raises what the source raises; ReplicaLostError, with the number of tokens that came, when the last failover failed too.
         """
         emitted: list[int] = []
+        versions: tuple[int, ...] = ()  # of the weights that made them
         for attempt in range(self._max_failovers + 1):
-            asked = resumed(request, emitted)
+            asked, before = resumed(request, emitted), versions
             try:
                 async with contextlib.aclosing(self._source.generate(asked, attempt)) as chunks:
                     async for chunk in chunks:
+                        if chunk.usage is not None:
+                            versions = _joined(before, chunk.usage.weights_versions)
                         lost = _engine_error(chunk)
                         if lost is not None:
                             emitted += chunk.token_ids
@@ -55,7 +58,7 @@ class SteadySource:
                                 yield replace(chunk, error=None, status=RequestStatus.DECODING, finish_reason=None, usage=None)
                             raise lost
                         emitted += chunk.token_ids
-                        yield _whole(chunk, request, len(emitted))
+                        yield _whole(chunk, request, len(emitted), versions)
                         if chunk.is_terminal:
                             return
                 raise ReplicaLostError("", len(emitted))  # the stream ended without its last chunk
@@ -63,7 +66,7 @@ class SteadySource:
                 if attempt == self._max_failovers:
                     raise ReplicaLostError("", len(emitted)) from error
                 if _is_complete(request, emitted):
-                    yield _ending(request, emitted)
+                    yield _ending(request, emitted, versions)
                     return
                 logger.warning("Request %s moves on after %d tokens: %s", request.request_id, len(emitted), error)
                 self._moved()
@@ -99,24 +102,34 @@ def _is_complete(request: GenerateRequest, emitted: list[int]) -> bool:
     return full or (bool(emitted) and emitted[-1] in request.sampling.stop_ids and len(emitted) > request.sampling.min_tokens)
 
 
-def _ending(request: GenerateRequest, emitted: list[int]) -> TokenChunk:
+def _joined(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
+    """Versions in the order in which they made tokens; the same one on both sides of a move is one."""
+    return (*before, *after[1:]) if before and after[:1] == before[-1:] else (*before, *after)
+
+
+def _ending(request: GenerateRequest, emitted: list[int], versions: tuple[int, ...]) -> TokenChunk:
     stopped = emitted[-1] in request.sampling.stop_ids
     return TokenChunk(
         request_id=request.request_id,
         status=RequestStatus.FINISHED,
         finish_reason="stop" if stopped else "length",
         stop_token=emitted[-1] if stopped else None,
-        usage=Usage(num_prompt_tokens=len(request.token_ids), num_generated_tokens=len(emitted)),
+        usage=Usage(num_prompt_tokens=len(request.token_ids), num_generated_tokens=len(emitted), weights_versions=versions),
     )
 
 
-def _whole(chunk: TokenChunk, request: GenerateRequest, num_emitted: int) -> TokenChunk:
-    """The last chunk tells of the whole request, not of its last stretch."""
+def _whole(chunk: TokenChunk, request: GenerateRequest, num_emitted: int, versions: tuple[int, ...]) -> TokenChunk:
+    """What a chunk tells of the whole request, not of its last stretch."""
     usage = chunk.usage
     if usage is None or usage.num_generated_tokens == num_emitted:
         return chunk
     length = len(request.token_ids)
     cached = min(usage.num_cached_tokens, length)
-    return replace(
-        chunk, usage=replace(usage, num_prompt_tokens=length, num_generated_tokens=num_emitted, num_cached_tokens=cached)
+    whole = replace(
+        usage,
+        num_prompt_tokens=length,
+        num_generated_tokens=num_emitted,
+        num_cached_tokens=cached,
+        weights_versions=versions,
     )
+    return replace(chunk, usage=whole)

@@ -30,6 +30,7 @@ class Brittle:
     def __init__(self, whole: list[int], breaks: list[tuple[int, str]], merge: int) -> None:
         self.whole, self.breaks, self.merge = whole, breaks, merge
         self.asked: list[GenerateRequest] = []
+        self.served: list[tuple[int, ...]] = []  # versions of each attempt's tokens
         self.closed = 0
 
     async def generate(self, request: GenerateRequest, attempt: int = 0) -> AsyncGenerator[TokenChunk]:
@@ -38,6 +39,7 @@ class Brittle:
         done = request.resumed_tokens
         assert request.token_ids == (*PROMPT, *self.whole[:done]), "the prompt, and what the client has, and nothing else"
         assert request.max_new_tokens == len(self.whole) - done > 0
+        self.served.append(())
         left = self.whole[done:]
         after, how = self.breaks[attempt] if attempt < len(self.breaks) else (len(left), "ends")
         try:
@@ -56,9 +58,16 @@ class Brittle:
             self.closed += 1
 
     def chunk(self, request: GenerateRequest, part: tuple[int, ...], count: int, last: bool) -> TokenChunk:
-        usage = Usage(num_prompt_tokens=len(request.token_ids), num_generated_tokens=count, num_cached_tokens=3)
+        attempt = len(self.asked)
+        usage = Usage(
+            num_prompt_tokens=len(request.token_ids),
+            num_generated_tokens=count,
+            num_cached_tokens=3,
+            weights_versions=(attempt // 2,) if count == len(part) else (attempt // 2, 7),  # each attempt ends under version 7
+        )
+        self.served[-1:] = [usage.weights_versions]
         if not last:
-            return TokenChunk(request_id="q", token_ids=part)
+            return TokenChunk(request_id="q", token_ids=part, usage=usage)
         reason = "stop" if part[-1] == STOP else "length"
         return TokenChunk(request_id="q", token_ids=part, status=RequestStatus.FINISHED, finish_reason=reason, usage=usage)
 
@@ -88,6 +97,8 @@ def test_the_client_reads_one_stream(total, stops, story, merge):
     last = chunks[-1]
     assert last.usage is not None and (last.usage.num_prompt_tokens, last.usage.num_generated_tokens) == (len(PROMPT), total)
     assert last.finish_reason == ("stop" if stops else "length")
+    wanted = [version for name in brittle.served for version in name]
+    assert list(last.usage.weights_versions) == [v for n, v in enumerate(wanted) if n == 0 or v != wanted[n - 1]]
     assert brittle.closed == len(brittle.asked) == len(moves) + 1
 
 
