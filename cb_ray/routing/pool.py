@@ -110,6 +110,7 @@ class Pool:
         self._policy = policy or make_policy(self.limits.policy, self.limits.page_size)
         self._replicas: dict[str, Replica] = {}
         self._lost: set[str] = set()
+        self._off: set[str] = set()  # steered away from, members or not
         self._lease_at: dict[str, str] = {}  # ticket → replica
         self._line = WaitingLine()
         self._places: dict[str, _Place] = {}  # request id → admitted, not yet asking
@@ -177,17 +178,21 @@ class Pool:
         return Changes(granted=self._pump(now))
 
     def renew(self, now: float, holder: str, held: Iterable[tuple[str, str, str]] = ()) -> None:
-        """`holder` lives. `held`: (ticket, request id, replica) of what it has in engines; strays among them become leases."""
+        """`holder` lives. `held`: (ticket, request id, replica) of what it has in engines without this pool's doing. What a replica
+        reports of them becomes leases; of one that does not report here (it is of an older version) the holder's word is taken.
+        """
         self._seen(now, holder)
         for ticket, request_id, name in held:
             replica = self._replicas.get(name)
-            if ticket in self._lease_at or replica is None or request_id not in replica.strays:
+            if ticket in self._lease_at or replica is None:
                 continue
-            del replica.strays[request_id]
+            reported = replica.strays.pop(request_id, None) is not None
+            if not reported and replica.is_heard:
+                continue
             replica.abandoned.discard(request_id)
             ask = Ask(ticket=ticket, request_id=request_id, holder=holder)
             decode = self._lengths.expect(None)
-            lease = Lease(ask=ask, replica=name, granted_at=now, prefill=0, decode=decode, as_of=now, confirmed=True)
+            lease = Lease(ask=ask, replica=name, granted_at=now, prefill=0, decode=decode, as_of=now, confirmed=reported)
             replica.take(lease)
             self._lease_at[ticket] = name
 
@@ -203,7 +208,9 @@ class Pool:
             if name in self._replicas:
                 self._replicas[name].member = member
             else:
-                self._replicas[name] = Replica(member=member, free_tokens=member.cache_tokens, heard_at=now)
+                self._replicas[name] = Replica(
+                    member=member, free_tokens=member.cache_tokens, heard_at=now, accepting=name not in self._off
+                )
         if not self._replicas and self._no_replica_since is None:
             self._no_replica_since = now
         elif self._replicas:
@@ -220,7 +227,10 @@ class Pool:
         return Changes()
 
     def steer(self, now: float, replica: str, accepting: bool) -> Changes:
-        """Give this replica no new requests, or give it some again (while its weights change, or before it stops)."""
+        """Give this replica no new requests, or give it some again (while its weights change, or before it stops). It may be one
+        that is no member yet.
+        """
+        (self._off.discard if accepting else self._off.add)(replica)
         if replica in self._replicas:
             self._replicas[replica].accepting = accepting
         return Changes(granted=self._pump(now))
@@ -294,6 +304,11 @@ class Pool:
     def owed_s(self) -> float:
         """Seconds that one replica alone would need for everything that runs and waits."""
         return sum(self._owed_s(replica) for replica in self._replicas.values()) + self._line_s()
+
+    def is_busy(self, replica: str) -> bool:
+        """Whether requests are with this replica, or on their way to it."""
+        known = self._replicas.get(replica)
+        return known is not None and known.taken > 0
 
     def explain(self, now: float, ask: Ask) -> RoutingDecision | None:
         """Where this request would go if every replica had room; nothing is reserved. None without replicas."""

@@ -13,6 +13,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -26,6 +27,10 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 4.0
 
 class BoardLostError(CbRayError):
     """The Board cannot be reached; whoever asks decides alone until it is back."""
+
+
+class _BoardMovedError(Exception):
+    """Another Board decides now; ask it."""
 
 
 class BoardClient:
@@ -52,8 +57,19 @@ class BoardClient:
     def connected(self) -> bool:
         return self._board is not None
 
-    def forget_board(self) -> None:
-        """There is a newer Board to be found, or the one known has died."""
+    def move_on(self) -> None:
+        """There is a newer Board to be found. Who waits at the old one asks the new one, and is not counted again there."""
+        self._forget()
+        if self._listener is not None:
+            self._listener.cancel()  # it may be waiting for news from the old one
+            self._listener = None
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(_BoardMovedError())
+        if self._waiting or self._held:
+            self._listen()
+
+    def _forget(self) -> None:
         self._board = None
         self._find_again_at = 0.0
         self._held = {ticket: (request_id, replica, False) for ticket, (request_id, replica, _) in self._held.items()}
@@ -63,7 +79,22 @@ class BoardClient:
 
         Raises QueueFullError, NoReplicaError (none came up in time) and BoardLostError.
         """
-        board = await self._connect()
+        while True:
+            board = await self._connect()
+            try:
+                answer = await self._ask(board, ask)
+                break
+            except _BoardMovedError:
+                _call(board.release, ask.ticket)
+                ask = replace(ask, readmit=True)
+        if isinstance(answer, Expired):
+            raise NoReplicaError(
+                f"no replica became ready within {answer.waited_s:.0f} s; check the replicas' logs and resources"
+            )
+        self._hold(ask.ticket, ask.request_id, answer.replica, known=board is self._board)
+        return answer
+
+    async def _ask(self, board: Any, ask: Ask) -> Granted | Expired:
         # Before asking: another call's news may bring the grant before this call's own answer is read.
         granted = self._waiting[ask.ticket] = asyncio.get_running_loop().create_future()
         try:
@@ -73,17 +104,14 @@ class BoardClient:
             if not isinstance(answer, Granted):
                 self._listen()
                 answer = await granted
+            return answer
         except asyncio.CancelledError:
             _call(board.release, ask.ticket)  # wherever it stands: in line, or granted a moment ago
             raise
         finally:
             del self._waiting[ask.ticket]
-        if isinstance(answer, Expired):
-            raise NoReplicaError(
-                f"no replica became ready within {answer.waited_s:.0f} s; check the replicas' logs and resources"
-            )
-        self._hold(ask.ticket, ask.request_id, answer.replica, known=True)
-        return answer
+            if granted.done() and not granted.cancelled():
+                granted.exception()  # it may have been told of a move after all was answered
 
     def hold(self, ticket: str, request_id: str, replica: str) -> None:
         """A request was routed without the Board; tell it when it is back, so that it counts the request and keeps it alive."""
@@ -133,7 +161,7 @@ class BoardClient:
 
     def _lose(self) -> None:
         """Everybody who waits decides alone from here on."""
-        self.forget_board()
+        self._forget()
         self._find_again_at = time.monotonic() + _FIRST_RETRY_S
         for future in self._waiting.values():
             if not future.done():

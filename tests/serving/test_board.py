@@ -247,4 +247,36 @@ def test_who_watches_hears_of_changes_and_of_several_at_once_but_once():
         await settled(board, 0, 0)
         assert state._news is None and state._telling is None
 
+
+def test_who_waits_when_a_new_board_takes_over_asks_that_one():
+    """A new version rolls out: its Board decides now. Whoever stood in the old line is granted by the new one, is not counted
+    again in its bound, and what runs is told to it."""
+
+    async def story():
+        old, new = LocalBoard(PoolLimits(max_queue_size=1)), LocalBoard(PoolLimits(max_queue_size=1))
+        boards = [old]
+
+        async def find() -> Any:
+            return boards[-1]
+
+        client, other = BoardClient(find, PoolLimits()), make(new)
+        running = ask(client, "running")
+        await client.acquire(running)
+        waiting = asyncio.ensure_future(client.acquire(ask(client, "waiting")))
+        await settled(old, 1, 1)
+        taken = ask(other, "taken")
+        await other.acquire(taken)
+        queued = asyncio.ensure_future(other.acquire(ask(other, "queued")))
+        await settled(new, 1, 1)
+        boards.append(new)
+        client.move_on()
+        await settled(new, 2, 2)  # both wait, though one may; the lease of the old Board is known: nobody reports here yet
+        await settled(old, 0, 1)
+        other.release(taken.ticket)
+        client.release(running.ticket)
+        assert (await waiting).replica == "r", "who waited before goes first"
+        client.release(next(iter(client._held)))
+        assert (await queued).replica == "r"
+        await settled(new, 0, 1)
+
     run(story)
