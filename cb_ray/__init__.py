@@ -17,6 +17,7 @@ _HOMES = {
     "GenerateRequest": "messages",
     "GenerationOutput": "messages",
     "Grammar": "grammar",
+    "RemoteManager": "serving.remote_manager",
     "RequestStatus": "messages",
     "SamplingParams": "messages",
     "TokenChunk": "messages",
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .engine.manager import ContinuousBatchingManager
     from .grammar import Grammar
     from .messages import GenerateRequest, GenerationOutput, RequestStatus, SamplingParams, TokenChunk, Usage
+    from .serving.remote_manager import RemoteManager
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, DeploymentAct
 
 from ..routing.autoscaling import ScaleTargets
 from ..routing.pool import PoolLimits
-from .args import AppArgs, EngineArgs, PoolArgs, RouterArgs, RoutingArgs, parse_args, parse_models
+from .args import AppArgs, EngineArgs, PoolArgs, RouterArgs, RoutingArgs, engines_of, parse_args, parse_models
 from .autoscaling import DrainTime
 from .board import Board
 from .engine_deployment import Engine, EngineSpec, LoadedEngine
@@ -87,7 +86,7 @@ def application(
 
 def engine_name(model: AppArgs, models: Sequence[AppArgs]) -> str:
     """The deployment of a model's engines: `Engine`, or of several models `Engine-<model>`, so that one more restarts no other."""
-    return "Engine" if len(models) == 1 else f"Engine-{re.sub(r'[^A-Za-z0-9_.-]+', '-', model.model_name)}"
+    return engines_of(None if len(models) == 1 else model.model_name)
 
 
 def settle(args: AppArgs, cluster: Cluster, replicas: int | None = None) -> EngineArgs:

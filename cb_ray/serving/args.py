@@ -15,6 +15,7 @@ error that names the setting by its path (`pool.max_replicas`). Knows nothing of
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -113,6 +114,8 @@ class RouterArgs:
     access_log: bool = False  # a line of JSON for each request on the Router's standard output
     vllm_metric_names: bool = True  # /metrics has vLLM's names as well
     ray_metrics: bool = True  # the same numbers in Ray's own metrics, from every Router and engine
+    # what may be changed
+    admin_api: bool = False  # POST /admin/weights, for holders of an API key
 
     def __post_init__(self) -> None:
         at_least_one = ("num_replicas", "max_ongoing_requests", "num_tokenizer_threads", "max_body_bytes", "max_choices")
@@ -121,6 +124,8 @@ class RouterArgs:
             _require(value is None or value >= 1, f"router.{name}", value, "1 or more")
         for name in ("num_cpus", "max_failovers", "stored_response_bytes"):
             _require(getattr(self, name) >= 0, f"router.{name}", getattr(self, name), "0 or more")
+        keys = bool(self.api_keys or self.api_keys_file)
+        _require(not self.admin_api or keys, "router.admin_api", self.admin_api, "false unless there are API keys")
         _require(0 <= self.max_logprobs <= 20, "router.max_logprobs", self.max_logprobs, "between 0 and 20")
         for name in ("request_timeout_s", "body_timeout_s", "keep_alive_s", "send_timeout_s"):
             value = getattr(self, name)
@@ -314,3 +319,8 @@ def _refuse_unknown(given: Mapping[str, Any], known: set[str], path: str) -> Non
 def _require(holds: bool, name: str, found: object, wanted: str) -> None:
     if not holds:
         raise ConfigError(f"{name} must be {wanted}, got {found!r}", field=name)
+
+
+def engines_of(model_name: str | None) -> str:
+    """The deployment of a model's engines in an application; None: of the only model."""
+    return "Engine" if model_name is None else f"Engine-{re.sub(r'[^A-Za-z0-9_.-]+', '-', model_name)}"

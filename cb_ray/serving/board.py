@@ -25,12 +25,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+from ray import serve
 
 from ..digests import page_digests
 from ..routing.loads import Ask, RoutingDecision
 from ..routing.members import Beat, BeatReply, Member
 from ..routing.pool import Changes, Expired, Granted, Pool, PoolLimits, Queued, Refused
-from .replica_router import watch_replicas
+from ..routing.weights import InFlight, Mode, Order, Report
+from .board_weights import BoardWeights, Current, PoolWeights, Stored
+from .replica_router import other_boards, watch_replicas
 
 logger = logging.getLogger("ray.serve")
 
@@ -187,17 +190,30 @@ class BoardActor:
         self._pool = self._state.pool
         self._is_new = True  # nobody has told it its limits; they are no arguments, since changing those restarts all replicas
         self._name = ray.get_runtime_context().get_actor_name() or ""
+        self._has_replicas, self._born = False, time.time()
+        here = serve.get_deployment_actor_context().deployment_id
+        self._weights = BoardWeights(
+            self._pool,
+            clock=lambda: self._state.now,
+            apply=self._state.apply,
+            peers=lambda: other_boards(here.app_name, here.name, self._name),
+        )
         self._watch = watch_replicas(self._set_members)
 
     async def hello(self) -> str:
         """The name under which this Board is found."""
         return self._name
 
+    async def standing(self) -> tuple[bool, float]:
+        """Whether replicas of this Board run, and when it was made: who is in charge while there are two."""
+        return self._has_replicas, self._born
+
     async def acquire(self, ask: Ask) -> Granted | Queued | Refused:
         return self._state.acquire(ask)
 
     async def release(self, ticket: str, rejected: bool = False) -> None:
         self._state.release(ticket, rejected)
+        self._weights.advance()
 
     async def reserve(self, request_id: str, holder: str) -> Refused | None:
         return self._pool.reserve(self._state.now, request_id, holder)
@@ -210,6 +226,7 @@ class BoardActor:
 
     async def lost(self, replica: str) -> None:
         self._state.apply(self._pool.lost(self._state.now, replica))
+        self._weights.lost(replica)
 
     async def steer(self, replica: str, accepting: bool) -> None:
         self._state.apply(self._pool.steer(self._state.now, replica, accepting))
@@ -217,7 +234,36 @@ class BoardActor:
     async def beat(self, beat: Beat) -> BeatReply:
         reply, changes = self._pool.beat(self._state.now, beat)
         self._state.apply(changes)
+        self._weights.advance()
         return reply
+
+    async def update_weights(self, source: Any, version: int | None, mode: Mode, in_flight: InFlight) -> PoolWeights:
+        """Bring the whole pool to other weights (`BoardWeights.update`)."""
+        return await self._weights.update(source, version, mode, in_flight)
+
+    async def current_weights(self, model: str) -> Current:
+        return await self._weights.current(model)
+
+    async def known_weights(self) -> Current:
+        return await self._weights.known()
+
+    async def attach_weights(self, replica: str, has: Current) -> bool:
+        return await self._weights.attach(replica, has)
+
+    async def give_weights(self, version: int, source: Stored) -> None:
+        await self._weights.give(version, source)
+
+    async def weights_orders(self, replica: str, reports: Sequence[Report]) -> list[tuple[Order, Any]] | None:
+        return await self._weights.orders(replica, reports)
+
+    async def hold(self, token: str) -> None:
+        await self._weights.hold(token)
+
+    async def keep(self, token: str) -> bool:
+        return await self._weights.keep(token)
+
+    async def let_go(self, token: str) -> None:
+        await self._weights.let_go(token)
 
     async def configure(self, limits: PoolLimits, only_if_new: bool = False) -> None:
         """Take new limits without a restart. The page size stays: it is the engines' to say."""
@@ -239,7 +285,11 @@ class BoardActor:
         return self._state.decisions.get(request_id)
 
     async def snapshot(self) -> dict[str, object]:
-        return self._state.snapshot()
+        book = self._weights.book
+        return {
+            **self._state.snapshot(),
+            "weights": {"wanted": book.wanted, "update": book.phase, "versions": book.versions},
+        }
 
     async def watch(self, seen: int) -> tuple[int, dict[str, object]]:
         """What to ask with next, and the snapshot: once anything has changed since `seen` (-1: at once)."""
@@ -248,17 +298,20 @@ class BoardActor:
     def _set_members(self, replicas: Sequence[tuple[str, dict[str, object]]]) -> None:
         """Serve's own list of running replicas, with what each said of itself.
 
-        While a new version rolls out, replicas of the old one beat to a Board of theirs; this one grants them by its leases.
+        While a new version rolls out, replicas of the old one beat to a Board of theirs; this one grants them by its leases, and
+        callers tell it of those that the old Board granted.
         """
         known = [(name, facts) for name, facts in replicas if "slots" in facts]
         mine = [facts for _, facts in known if facts.get("board") == self._name]
         if mine and self._pool.limits.page_size != mine[-1]["page_size"]:
             limits = replace(self._pool.limits, page_size=int(str(mine[-1]["page_size"])))
             self._state.apply(self._pool.configure(self._state.now, limits))
+        self._has_replicas = bool(mine)
         members = [
             Member(replica=name, slots=int(str(facts["slots"])), cache_tokens=_optional_int(facts.get("cache_tokens")))
             for name, facts in known
         ]
+        self._weights.members({name for name, facts in known if facts.get("board") == self._name}, len(mine) < len(known))
         self._state.apply(self._pool.members(self._state.now, members))
 
 

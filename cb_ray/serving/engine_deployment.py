@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from ray import serve
 from ray.exceptions import RayActorError
 
+from ..engine.intake import Terms
 from ..errors import EngineFailedError
 from ..messages import EngineStats, GenerateRequest, RequestStatus, SamplingParams, TokenChunk
 from ..routing.members import Beat, BeatReply
@@ -34,6 +35,7 @@ from .pool_families import engine_numbers
 from .pulse import Pulse
 from .ray_metrics import RayMirror
 from .replica_router import BOARD
+from .replica_weights import ReplicaWeights
 from .token_pipe import PipeOutlets, PipeTicket
 from .tracing import Tracing
 
@@ -42,7 +44,9 @@ _LAST_WORDS_S = 0.5  # for an error to reach Serve and the log
 
 
 class EngineLike(Protocol):
-    """What a replica needs of `engine.manager.ContinuousBatchingManager`; a stand-in for tests has the same."""
+    """What a replica needs of `engine.manager.ContinuousBatchingManager` to serve. To take other weights, and to tell callers what
+    they may ask, it needs `replica_weights.Reloadable` and `terms` as well, which stand-ins may lack.
+    """
 
     @property
     def fatal_error(self) -> Exception | None: ...
@@ -86,12 +90,14 @@ class Engine:
         self._tracing = Tracing.of(spec.tracing, "cb-ray-engine")
         self._mirror = RayMirror(spec.model) if spec.ray_metrics else None
         self._loaded = await asyncio.to_thread(spec.load or _load_model, spec)
-        self._engine = self._loaded.engine
+        self._engine: Any = self._loaded.engine
         self._engine.start()
         self._outlets = PipeOutlets()
-        await self._prove()
         self._board: Any | None = None
         self._limits: PoolLimits | None = None
+        self._weights = ReplicaWeights(self._replica, spec.model, self._engine, self._find_board, self._forget_board)
+        await self._weights.start()
+        await self._prove()
         self._board_name: str = await self._find_board().hello.remote()
         self._since = time.time()
         self._progress = (-1, time.monotonic())  # steps made, since when
@@ -133,17 +139,21 @@ class Engine:
         finally:
             self._pulse.end(request.request_id, finished=last is not None and last.status == RequestStatus.FINISHED)
 
+    async def terms(self) -> Terms:
+        """What requests may ask here: for callers that check them before they are sent."""
+        return self._engine.terms
+
     async def stats(self) -> EngineStats:
         """The engine's latest snapshot."""
         return self._engine.stats()
 
     async def check_health(self) -> None:
         """Serve asks every few seconds. Raises EngineFailedError when the engine has failed or a step is stuck."""
-        error = self._engine.fatal_error
+        error = self._engine.fatal_error or self._weights.unfit
         if error is not None:
             raise EngineFailedError(f"the engine has failed: {error}")
         steps, now = self._engine.stats().num_steps, time.monotonic()
-        if steps != self._progress[0] or not self._pulse.num_live:
+        if steps != self._progress[0] or not self._pulse.num_live or self._weights.stands_still:
             self._progress = (steps, now)
         stuck_s = now - self._progress[1]
         if stuck_s > self._spec.step_timeout_s:
@@ -187,6 +197,7 @@ class Engine:
         """Serve calls this after the drain: the engine finishes what is left and gives its memory back."""
         with contextlib.suppress(AttributeError):  # construction may not have come this far
             self._pulse.close()
+            self._weights.close()
             await self._outlets.aclose()
         with contextlib.suppress(AttributeError):
             await asyncio.to_thread(self._engine.stop, True, 10.0, hard_stop=True)
@@ -214,8 +225,11 @@ class Engine:
         try:
             return await self._find_board().beat.remote(beat)
         except (RayActorError, ValueError):  # it has died, and may not have been made anew yet
-            self._board = None
+            self._forget_board()
             return None
+
+    def _forget_board(self) -> None:
+        self._board = None
 
 
 def _with_wait(chunk: TokenChunk, queued_s: float) -> TokenChunk:

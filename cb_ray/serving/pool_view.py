@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, get_args
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
-from ..errors import QueueFullError
+from ..errors import InvalidRequestError, NoReplicaError, QueueFullError
 from ..routing.loads import RoutingDecision
 from ..routing.pool import Granted, Refused
+from ..routing.weights import InFlight, Mode
+from .board_weights import PoolWeights
+from .handle_source import own_error
 
 
 class PoolView:
@@ -33,6 +37,14 @@ class PoolView:
 
         Raises QueueFullError.
         """
+        await self.reserve(request_ids)
+        try:
+            yield
+        finally:
+            self.give_back(request_ids)
+
+    async def reserve(self, request_ids: Sequence[str]) -> None:
+        """Places for requests that will ask shortly: all or none. Raises QueueFullError."""
         kept: list[str] = []
         try:
             for request_id in request_ids:
@@ -40,10 +52,14 @@ class PoolView:
                 answer = await self._ask("reserve", request_id, "")
                 if isinstance(answer, Refused):
                     raise QueueFullError(answer.waiting, answer.limit, answer.retry_after_s)
-            yield
-        finally:
-            for request_id in kept:
-                self._tell("unreserve", request_id)
+        except BaseException:
+            self.give_back(kept)
+            raise
+
+    def give_back(self, request_ids: Sequence[str]) -> None:
+        """Places of requests that will not ask, or have asked."""
+        for request_id in request_ids:
+            self._tell("unreserve", request_id)
 
     async def explain(self, token_ids: Sequence[int]) -> dict[str, Any] | None:
         """Where this prompt would go now: policy, reason, price in seconds of each replica, tokens expected to be cached."""
@@ -65,13 +81,67 @@ class PoolView:
         """The snapshot once anything has changed since `seen` (-1: at once), and what to ask with next."""
         return await self._ask("watch", seen)
 
+    async def update_weights(
+        self, source: Any, *, mode: Mode = "rolling", in_flight: InFlight = "keep", weights_version: int | None = None
+    ) -> PoolWeights:
+        """Bring every replica to other weights; returns when all have them.
+
+        `source`: a directory or hub revision that every replica can read, tensors or arrays by name, an ObjectRef of those, or a
+        callable that each replica calls. `mode` "rolling": one replica at a time, requests go to the others meanwhile;
+        "all_at_once": all together. `in_flight`: streams that run "keep" their pages, "recompute" them, or may "finish" first.
+
+        Raises WeightsError when a replica refuses (all have the old weights then), UpdateRunningError beside another update,
+        InvalidRequestError, and NoReplicaError when the Board, or every replica, is gone.
+        """
+        for name, value, known in (("mode", mode, get_args(Mode)), ("in_flight", in_flight, get_args(InFlight))):
+            if value not in known:
+                raise InvalidRequestError(f"{name} must be one of {', '.join(known)}, got {value!r}", param=name)
+        from .replica_weights import as_source
+
+        handed = await asyncio.to_thread(as_source, source)
+        await self._ask("hello")  # one that lives; an update is not asked for twice
+        if self._board is None:
+            raise NoReplicaError("the Board cannot be reached now; try again when the application runs")
+        try:
+            return await self._board.update_weights.remote(handed, weights_version, mode, in_flight)
+        except RayActorError as error:
+            self._board = None
+            raise NoReplicaError(
+                "the Board was lost meanwhile; the pool settles on the newest weights that a replica has: update them again"
+            ) from error
+        except RayTaskError as error:
+            raise own_error(error) from error
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncGenerator[None]:
+        """All engines of the pool stand still inside. Raises NoReplicaError when the Board cannot be reached."""
+        token = uuid.uuid4().hex
+        await self._ask("hold", token)
+        board = self._board
+        if board is None:
+            raise NoReplicaError("the Board cannot be reached now; try again when the application runs")
+
+        async def keep() -> None:
+            with contextlib.suppress(RayActorError):
+                while await board.keep.remote(token):
+                    pass
+
+        keeping = asyncio.create_task(keep())
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            with contextlib.suppress(RayActorError):  # a Board that died has taken its pauses along
+                await board.let_go.remote(token)
+
     async def _ask(self, method: str, *args: Any) -> Any:
-        with contextlib.suppress(RayActorError):
-            if self._board is None:
-                self._board = await self._find()
-            if self._board is not None:
-                return await getattr(self._board, method).remote(*args)
-        self._board = None
+        for _ in range(2):  # the Board that was known may have gone with its version of the application
+            with contextlib.suppress(RayActorError):
+                if self._board is None:
+                    self._board = await self._find()
+                if self._board is not None:
+                    return await getattr(self._board, method).remote(*args)
+            self._board = None
         return None
 
     def _tell(self, method: str, *args: Any) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.serve._private.common import DeploymentTargetInfo, ReplicaID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NAMESPACE
 from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
@@ -37,6 +38,7 @@ from .board_client import BoardClient, BoardLostError
 logger = logging.getLogger("ray.serve")
 
 BOARD = "board"  # the Board's name among the deployment's actors
+_STANDING_S = 2.0  # how long a Board may take to say whether it is in charge
 _UNKNOWN_REPLICA_S = 5.0  # how long to wait for Serve's news of a replica that the Board already knows
 
 
@@ -62,7 +64,7 @@ class BoardRouter(FIFOMixin, RequestRouter):
             self._page_size = newest.get("page_size")
             if newest["board"] != self._board_name:
                 self._board_name = newest["board"]
-                self._client.forget_board()
+                self._client.move_on()
 
     async def _choose_replica_for_request(self, pending_request: PendingRequest, *, is_retry: bool = False) -> RunningReplica:
         request = pending_request.kwargs.get("request")
@@ -201,13 +203,35 @@ def find_board(app: str, deployment: str, name: str | None = None) -> Any | None
     """A handle to a Board's actor: the one of that name, else any of the deployment's. Blocks for a moment."""
     if not ray.is_initialized():  # Serve's local testing mode, where there are no actors
         return None
-    if name is None:
-        prefix, suffix = f"{SERVE_DEPLOYMENT_ACTOR_PREFIX}{app}::{deployment}::", f"::{BOARD}"
-        listed: list[Any] = ray.util.list_named_actors(all_namespaces=True)
-        actors = [actor["name"] for actor in listed if actor["namespace"] == SERVE_NAMESPACE]
-        name = next((actor for actor in actors if actor.startswith(prefix) and actor.endswith(suffix)), None)
-        if name is None:
-            return None
+    if name is not None:
+        return _actor(name)
+    found = [board for board in map(_actor, _names_of_boards(app, deployment)) if board is not None]
+    return found[0] if len(found) == 1 else _in_charge(found)
+
+
+def _in_charge(boards: list[Any]) -> Any | None:
+    """While a new version of the application rolls out, there are two Boards: the newest one with running replicas decides."""
+    told: list[tuple[tuple[bool, float], Any]] = []
+    for board in boards:
+        with contextlib.suppress(RayActorError, GetTimeoutError):
+            told.append((ray.get(board.standing.remote(), timeout=_STANDING_S), board))
+    return max(told, key=lambda pair: pair[0], default=(None, None))[1]
+
+
+def other_boards(app: str, deployment: str, name: str) -> list[Any]:
+    """Boards of the same deployment besides the one of that name: of the version that a new one takes over from. Blocks a moment."""
+    found = [_actor(other) for other in _names_of_boards(app, deployment) if other != name]
+    return [board for board in found if board is not None]
+
+
+def _names_of_boards(app: str, deployment: str) -> list[str]:
+    prefix, suffix = f"{SERVE_DEPLOYMENT_ACTOR_PREFIX}{app}::{deployment}::", f"::{BOARD}"
+    listed: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    actors: list[str] = [actor["name"] for actor in listed if actor["namespace"] == SERVE_NAMESPACE]
+    return [actor for actor in actors if actor.startswith(prefix) and actor.endswith(suffix)]
+
+
+def _actor(name: str) -> Any | None:
     try:
         return ray.get_actor(name, namespace=SERVE_NAMESPACE)
     except ValueError:

@@ -22,13 +22,16 @@ from ..engine.model_source import resolve_model
 from ..errors import InvalidRequestError, UnknownModelError, nearest
 from ..grammar import Grammar
 from ..messages import GenerateRequest, SamplingParams, TokenChunk, as_token_ids
+from ..routing.weights import InFlight, Mode
+from .admin import add_admin_routes
 from .args import AppArgs, RouterArgs
+from .board_weights import PoolWeights
 from .handle_source import HandleSource
 from .http import build_http_app
 from .many_models import several
 from .metrics import Metrics
 from .middleware import log_to_stdout
-from .pool_view import view_of
+from .pool_view import PoolView, view_of
 from .ray_metrics import RayMirror
 from .recording import Source, recorded
 from .response_store import STORE, Responses, ResponseStore, StoreClient
@@ -52,6 +55,7 @@ class Desk:
     model: ServedModel
     source: Source
     http: FastAPI
+    pool: PoolView
 
 
 class Router:
@@ -99,6 +103,24 @@ class Router:
             async for chunk in chunks:
                 yield chunk
 
+    async def update_weights(
+        self,
+        source: Any,
+        *,
+        mode: Mode = "rolling",
+        in_flight: InFlight = "keep",
+        weights_version: int | None = None,
+        model: str | None = None,
+    ) -> PoolWeights:
+        """Other weights for a whole pool, for handle calls: `handle.update_weights.remote("/models/step-200")`.
+
+        `model`: which one, where several are served; None: the first. See `PoolView.update_weights`.
+        """
+        found = self._desks.get(model or self.model.name)
+        if found is None:
+            raise UnknownModelError(model or "", tuple(self._desks))
+        return await found.pool.update_weights(source, mode=mode, in_flight=in_flight, weights_version=weights_version)
+
 
 def served(args: AppArgs) -> ServedModel:
     """What the door knows of a model. Raises ConfigError, ModelSourceError, UnsupportedModelError."""
@@ -112,13 +134,16 @@ def desk(args: AppArgs, model: ServedModel, engine: DeploymentHandle, store: Res
     moved: list[Metrics] = []
     steady = SteadySource(HandleSource(engine, inlet_of(args)), args.router.max_failovers, lambda: moved[0].failovers.inc())
     source = recorded(steady, args.request_log)
-    http = build_http_app(model, source, door_settings(args), view_of(engine.app_name, engine.deployment_name), store)
+    pool = view_of(engine.app_name, engine.deployment_name)
+    http = build_http_app(model, source, door_settings(args), pool, store)
+    if args.router.admin_api:
+        add_admin_routes(http, pool)
     door = http.state.door
     moved.append(door.metrics)
     door.tracing = Tracing.of(args.tracing, "cb-ray-router")
     if args.router.ray_metrics:
         door.metrics.mirror = RayMirror(model.name)
-    return Desk(model, source, http)
+    return Desk(model, source, http, pool)
 
 
 def router_deployment() -> Deployment:

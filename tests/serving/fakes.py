@@ -9,9 +9,16 @@ import asyncio
 import contextvars
 import os
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import ray
 
+from cb_ray.core.request import RequestLimits
+from cb_ray.engine.intake import Terms
+from cb_ray.engine.sampling_config import SamplingPolicy
+from cb_ray.errors import WeightsError
 from cb_ray.messages import EngineStats, GenerateRequest, RequestStatus, TokenChunk, Usage
 from cb_ray.serving.engine_deployment import EngineSpec, LoadedEngine
 
@@ -77,11 +84,36 @@ class FakeEngine:
     def __init__(self) -> None:
         self.stage = ray.get_actor(STAGE, namespace="cb-ray-tests")
         self.live: dict[str, asyncio.Event] = {}
-        self.steps = self.prompt = self.generated = self.finished = 0
+        self.steps = self.prompt = self.generated = self.finished = self.version = 0
 
     def start(self) -> None: ...
 
     def stop(self, block: bool = True, timeout: float | None = None, *, hard_stop: bool = False) -> None: ...
+
+    @property
+    def terms(self) -> Terms:
+        from transformers import GenerationConfig
+
+        config = GenerationConfig(max_new_tokens=8, do_sample=False)
+        policy = SamplingPolicy(config, None, vocab_size=1000, per_request=True, drop_unsupported=True, return_logprobs=False)
+        return Terms(limits=RequestLimits(vocab_size=1000, max_length=512, max_cached_tokens=4096, page_size=PAGE), policy=policy)
+
+    def pack_weights(self) -> Any:
+        return str(self.version)
+
+    def pause(self, *, invalidate: bool = True) -> Any:
+        return nullcontext()
+
+    def prepare_weights(self, source: Any) -> Any:
+        if "bad" in str(source):
+            raise WeightsError(f"{source} does not fit")
+        return SimpleNamespace(fingerprint=str(source), source=source)
+
+    def update_weights(self, source: Any, *, weights_version: int, recompute: bool = False, restore_from: Any = None) -> Any:
+        update = self.prepare_weights(source) if isinstance(source, str) else source
+        self._note("weights", f"{weights_version} {update.source}")
+        self.version = weights_version
+        return update
 
     def cancel_request(self, request_id: str) -> None:
         if request_id in self.live:
@@ -140,7 +172,12 @@ class FakeEngine:
         await self.stage.flows.remote()
 
     def _chunk(self, request: GenerateRequest, index: int, done: bool, stopped: bool) -> TokenChunk:
-        usage = Usage(num_prompt_tokens=len(request.token_ids), num_generated_tokens=index + 1, started_time=0.0)
+        usage = Usage(
+            num_prompt_tokens=len(request.token_ids),
+            num_generated_tokens=index + 1,
+            started_time=0.0,
+            weights_versions=(self.version,),
+        )
         ended = RequestStatus.CANCELLED if stopped else RequestStatus.FINISHED
         return TokenChunk(
             request_id=request.request_id,

@@ -20,7 +20,8 @@ import ray
 import torch
 from ray import serve
 
-from cb_ray.errors import InvalidRequestError
+from cb_ray import RemoteManager
+from cb_ray.errors import ConfigError, InvalidRequestError
 from cb_ray.messages import GenerateRequest, SamplingParams, TokenChunk, Usage
 from cb_ray.serving.app import Cluster, application, parse_args
 from cb_ray.serving.handle_source import own_error
@@ -150,6 +151,51 @@ def kill_an_engine() -> bool:
     found = [p for p in psutil.Process().children(recursive=True) if f"ServeReplica:{APP}:Engine" in " ".join(p.cmdline())]
     os.kill(found[0].pid, signal.SIGKILL)
     return True
+
+
+def test_the_managers_methods_work_over_the_pool_from_any_task(pool, model):
+    """`RemoteManager` in a task of its own process: by id, streamed, cancelled, as a batch; the tokens of `model.generate`."""
+    prompts = [list(prompt(6 + n, 200 + n)) for n in range(12)]
+
+    @ray.remote(num_cpus=0)
+    def task(prompts: list[list[int]]) -> tuple[list[list[int]], list[int], int, str]:
+        with RemoteManager(APP) as manager:
+            outputs = manager.generate_batch(prompts, max_new_tokens=12, progress_bar=False, do_sample=False)
+            name = manager.add_request(prompts[0], max_new_tokens=400, streaming=True, do_sample=False, ignore_eos=True)
+            first = next(iter(manager.request_id_iter(name)))
+            manager.cancel_request(name)
+            *_, last = manager.request_id_iter(name)
+            manager.add_requests(prompts[:3], max_new_tokens=2, do_sample=False)
+            manager.stop()
+            rest = [output.request_id for output in manager]
+        return [output.generated_tokens for output in outputs.values()], first.generated_tokens, len(rest), last.status.name
+
+    answers, first, rest, status = ray.get(task.remote(prompts))
+    wanted = [alone(model, request(tuple(each))) for each in prompts]
+    assert answers == wanted and first == wanted[0][: len(first)]
+    assert (rest, status) == (3, "CANCELLED")
+
+
+def test_a_batch_survives_the_death_of_a_replica(pool, model):
+    """SIGKILL of one engine while a batch runs, through `RemoteManager`: no request fails, no token is another."""
+    prompts = [list(prompt(9, 300 + n)) for n in range(24)]
+    with RemoteManager(APP) as manager:
+        killed: list[bool] = []
+        bar = manager.run_batch(
+            prompts,
+            lambda: killed.append(kill_an_engine()) if not killed else None,
+            max_new_tokens=100,
+            sampling={"do_sample": False, "ignore_eos": True},
+        )
+        assert killed
+        model.generation_config.eos_token_id = None
+        assert [o.generated_tokens for o in bar.values()] == [alone(model, request(tuple(p), new=100)) for p in prompts]
+
+
+def test_a_remote_manager_says_what_it_lacks(pool):
+    """No such application: an error that says where to look."""
+    with pytest.raises(ConfigError, match="serve status"):
+        RemoteManager("nothing")
 
 
 def test_bad_requests_fail_alone_and_say_what_is_wrong(pool, model):

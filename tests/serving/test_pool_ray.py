@@ -20,6 +20,7 @@ import httpx
 import ray
 from ray import serve
 
+from cb_ray import RemoteManager
 from cb_ray.errors import QueueFullError, ReplicaLostError
 from cb_ray.messages import GenerateRequest, TokenChunk
 from cb_ray.serving.app import AppArgs, Cluster, application, engine_options, parse_args, settle
@@ -414,3 +415,36 @@ def test_a_killed_replica_breaks_no_stream_and_comes_back(stage):
         await asyncio.gather(*calls)
 
     asyncio.run(story())
+
+
+def test_a_redeploy_loses_no_stream_and_keeps_the_weights(stage, tiny_model_dir):
+    """A new version of the application replaces Board and replicas while streams run and others wait in the old Board's line: all
+    of them end with their own tokens, those who waited are served, and the new replicas have the weights of the old ones."""
+    ray.get(stage.open.remote())
+    again = settings(tiny_model_dir)
+    again = replace(again, pool=replace(again.pool, step_timeout_s=100.0))
+    app = application(again, cluster=Cluster(num_cpus=4, num_gpus=0), load=load_fake)
+
+    async def story(manager: RemoteManager) -> None:
+        assert manager.update_weights("weights one").version == 1
+        before = set((await board().snapshot.remote())["replicas"])
+        asked = [replace(request(new=6), cache_salt=PACED) for _ in range(2 * SLOTS + WAITING)]
+        names = [manager.add_request(each.token_ids, max_new_tokens=6, cache_salt=PACED) for each in asked]
+        await stage.happened.remote("paced", 2 * SLOTS)
+        await until(lambda counts: counts["waiting"] == WAITING)
+        deploying = asyncio.create_task(asyncio.to_thread(serve.run, app, name=APP, route_prefix="/"))
+        while (newest := board()) is None or not set((await newest.snapshot.remote())["weights"]["versions"]) - before:
+            pass
+        await stage.go_on.remote()
+        for name, each in zip(names, asked, strict=True):
+            output = await asyncio.to_thread(manager.get_result, name, 60)
+            assert output is not None and output.error is None and output.generated_tokens == expected(each)
+            assert output.weights_versions == (1,)
+        await deploying
+        counts = await until(lambda counts: len(counts["replicas"]) == 2 and not set(counts["replicas"]) & before)
+        assert counts["weights"]["wanted"] == 1
+        last = await asyncio.to_thread(lambda: manager.get_result(manager.add_request([1, 2, 3], max_new_tokens=4), timeout=60))
+        assert last.weights_versions == (1,)
+
+    with RemoteManager(APP) as manager:
+        asyncio.run(story(manager))

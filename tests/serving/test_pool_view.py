@@ -17,6 +17,7 @@ from cb_ray.routing.loads import Ask
 from cb_ray.routing.members import Member
 from cb_ray.routing.pool import PoolLimits
 from cb_ray.serving.board import BoardActor, BoardState
+from cb_ray.serving.board_weights import BoardWeights
 from cb_ray.serving.http import build_http_app
 from cb_ray.serving.pool_view import PoolView
 from tests.serving.doors import DoorUnderTest, FakeSource, chat_body, error_of, make_model
@@ -31,6 +32,7 @@ class LocalBoard:
         self.actor = object.__new__(BoardActor)
         self.actor._state = BoardState(PoolLimits(max_queue_size=limit, page_size=4))
         self.actor._pool = self.pool = self.actor._state.pool
+        self.actor._weights = BoardWeights(self.pool, clock=lambda: 0.0, apply=self.actor._state.apply)
         self.pool.members(0.0, [Member(replica=f"r{n}", slots=slots) for n in range(2)])
         self.dead, self.calls = dead, list[str]()
 
