@@ -143,13 +143,15 @@ def test_arrows_point_down() -> None:
 
 
 def test_nobody_imports_the_roof() -> None:
-    """Serving is known to serving, the command line and the benchmarks alone; nobody knows the command line."""
+    """Serving is known to serving, the command line and the benchmarks alone; nobody knows the command line. `cb_ray` itself only
+    names a public part of it, lazily.
+    """
     complain(
         [
             str(arrow)
             for arrow in arrows()
             for roof in ROOF
-            if f"{arrow.target}.".startswith(f"cb_ray.{roof}.") and arrow.room not in ROOF
+            if f"{arrow.target}.".startswith(f"cb_ray.{roof}.") and arrow.room not in ROOF and arrow.file != "__init__.py"
         ]
     )
 
