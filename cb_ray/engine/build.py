@@ -115,7 +115,9 @@ def _grammars(model: PreTrainedModel, way: Way, generation_config: Any) -> Gramm
             raise OSError("the model was not loaded from files")
         return maker.from_pretrained(name)
 
-    eos = generation_config.eos_token_id if generation_config.eos_token_id is not None else model.config.eos_token_id
+    eos = generation_config.eos_token_id
+    if eos is None:
+        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
     return GrammarCompiler(load, way.vocab_size, () if eos is None else token_ids(eos, "eos_token_id"))
 
 
