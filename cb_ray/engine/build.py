@@ -117,7 +117,8 @@ def _grammars(model: PreTrainedModel, way: Way, generation_config: Any) -> Gramm
 
     eos = generation_config.eos_token_id
     if eos is None:
-        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
+        config: Any = model.config
+        eos = getattr(config.get_text_config(), "eos_token_id", None)
     return GrammarCompiler(load, way.vocab_size, () if eos is None else token_ids(eos, "eos_token_id"))
 
 
