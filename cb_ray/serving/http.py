@@ -95,7 +95,7 @@ def build_http_app(
         handler = door.guard(route.path, route.handler)
         app.add_api_route(route.path, handler, methods=[route.method], summary=route.summary, name=route.handler.__name__)
     app.add_exception_handler(HTTPException, _http_error)
-    describe(app, routes)
+    describe(app, routes, model.name)
     return app
 
 

@@ -12,7 +12,7 @@ import json
 import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -51,6 +51,7 @@ class FakeSource:
     says: str = "Hello, 🎉 world"
     fails: Exception | None = None
     fails_after: int = 0
+    in_a_chunk: bool = False  # `fails` comes as an engine tells of a failed request, not as an exception
     holds_after: int | None = None
     scores_prompts: bool = True
     requests: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
@@ -67,7 +68,9 @@ class FakeSource:
             chunks = list(self._chunks(request))
             for number, chunk in enumerate(chunks):
                 if self.fails is not None and number >= self.fails_after:
-                    raise self.fails
+                    if not self.in_a_chunk:
+                        raise self.fails
+                    chunk = replace(chunk, error=self.fails, status=RequestStatus.FAILED, finish_reason="failed")
                 if self.holds_after is not None and number >= self.holds_after:
                     await self.released.wait()
                 over = chunk.is_terminal

@@ -224,6 +224,15 @@ def test_a_failed_choice_fails_the_request_and_ends_the_others() -> None:
     assert gauge(door, "cb_ray_requests_running") == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "status"), [({"repetition_penalty": 5e-324}, 400), ({"logit_bias": {"5": -100}}, 400), ({}, 500)]
+)
+def test_scores_that_are_no_numbers_are_whose_fault_they_are(fields: dict[str, Any], status: int) -> None:
+    """Parameters that leave nothing to choose from are a 400; a model that does so by itself is a fault of the server."""
+    response = make_door(fails=FloatingPointError("not numbers"), in_a_chunk=True).chat(**fields)
+    assert response.status_code == status and "not numbers" not in response.text
+
+
 def test_errors_in_chunks_are_errors() -> None:
     """An engine reports a failed request as a chunk with an error; the door answers it like one that was raised."""
 
