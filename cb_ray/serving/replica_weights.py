@@ -157,17 +157,24 @@ class _Pause:
     def __init__(self, engine: Reloadable) -> None:
         self._engine = engine
         self._end: threading.Event | None = None
+        self._begun = threading.Event()
 
     @property
     def held(self) -> bool:
+        """Whether the engine stands still or is about to."""
         return self._end is not None
+
+    @property
+    def begun(self) -> bool:
+        """Whether no step is made any more."""
+        return self.held and self._begun.is_set()
 
     def begin(self) -> None:
         """Returns when the engine stands still, or cannot be paused because it has ended."""
         if self._end is not None:
             return
         end, begun = threading.Event(), threading.Event()
-        self._end = end
+        self._end, self._begun = end, begun
 
         def hold() -> None:
             try:

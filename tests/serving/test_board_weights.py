@@ -287,7 +287,7 @@ def test_a_pause_holds_everybody_and_ends_with_its_last_holder() -> None:
         await stage.board.hold("two")
         names = {name: engine.add_request(PROMPT) for name, engine in stage.engines.items()}
         await stage.start("late")
-        while not stage.replicas["late"]._pause.held:
+        while not stage.replicas["late"]._pause.begun:
             await asyncio.sleep(0)
         names["late"] = stage.engines["late"].add_request(PROMPT)
         await stage.board.update("seed 1", None, "all_at_once", "keep")

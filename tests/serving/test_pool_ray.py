@@ -426,6 +426,7 @@ def test_a_redeploy_loses_no_stream_and_keeps_the_weights(stage, tiny_model_dir)
     app = application(again, cluster=Cluster(num_cpus=4, num_gpus=0), load=load_fake)
 
     async def story(manager: RemoteManager) -> None:
+        await until(idle)
         assert manager.update_weights("weights one").version == 1
         before = set((await board().snapshot.remote())["replicas"])
         asked = [replace(request(new=6), cache_salt=PACED) for _ in range(2 * SLOTS + WAITING)]
