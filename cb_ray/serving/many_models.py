@@ -22,8 +22,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .middleware import presented
+from .tenants import Keyring
 
 _CARD = "/v1/models/"
 
@@ -33,7 +37,8 @@ def several(doors: Mapping[str, Any], *, max_body_bytes: int, body_timeout_s: fl
 
     A body of more than `max_body_bytes`, or one that takes longer than `body_timeout_s`, is left to the first door to refuse.
     """
-    everyone = ManyModels(doors, max_body_bytes, body_timeout_s)
+    keyring: Keyring = next(iter(doors.values())).state.door.keyring  # all doors have the Router's keys
+    everyone = ManyModels(doors, keyring, max_body_bytes, body_timeout_s)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -50,8 +55,9 @@ def several(doors: Mapping[str, Any], *, max_body_bytes: int, body_timeout_s: fl
 class ManyModels:
     """The ASGI application that chooses."""
 
-    def __init__(self, doors: Mapping[str, ASGIApp], max_body_bytes: int, body_timeout_s: float | None) -> None:
+    def __init__(self, doors: Mapping[str, ASGIApp], keyring: Keyring, max_body_bytes: int, body_timeout_s: float | None) -> None:
         self._doors, self._first = dict(doors), next(iter(doors.values()))
+        self._keyring = keyring
         self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,12 +70,16 @@ class ManyModels:
             await answer(scope, receive, send)
             return
         name = None
-        if scope["method"] == "POST":
+        if scope["method"] == "POST" and self._is_known(scope):
             messages = await self._body(receive)
             name, receive = _model_in(messages), _again(messages, receive)
         elif path.startswith(_CARD):
             name = path.removeprefix(_CARD)
         await self._doors.get(name or "", self._first)(scope, receive, send)
+
+    def _is_known(self, scope: Scope) -> bool:
+        """Whether the body may be read here: of a caller without a key nothing is, and the first door refuses it."""
+        return self._keyring.is_open or self._keyring.find(presented(Headers(scope=scope))) is not None
 
     async def _body(self, receive: Receive) -> list[Message]:
         """What arrived of the body: all of it, unless it is too long, too slow, or its sender left."""

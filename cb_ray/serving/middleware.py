@@ -123,7 +123,7 @@ class Callers:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        tenant = self._keyring.find(_presented(Headers(scope=scope)))
+        tenant = self._keyring.find(presented(Headers(scope=scope)))
         if tenant is None:
             await self._refuse(AuthenticationError(), scope, receive, send)
             return
@@ -149,7 +149,7 @@ class Callers:
         await error_response(error, scope["path"], scope["state"]["request_id"])(scope, receive, send)
 
 
-def _presented(headers: Headers) -> str:
+def presented(headers: Headers) -> str:
     """The key that a request brings; "" for none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()

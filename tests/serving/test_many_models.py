@@ -15,6 +15,7 @@ from cb_ray.errors import ConfigError, NoReplicaError
 from cb_ray.serving.args import parse_models
 from cb_ray.serving.http import build_http_app
 from cb_ray.serving.many_models import merged, several
+from cb_ray.serving.settings import DoorSettings
 from tests.serving.doors import FakeSource, make_model
 
 SAYS = {"first": "I am the first", "second/one": "and I the second"}
@@ -42,7 +43,7 @@ REPLICA = {"leases": 1, "stalled": 0, "owed_s": 0.25, "cache_used": 0.0}
 
 
 @contextlib.asynccontextmanager
-async def door(**fails: Exception) -> AsyncGenerator[tuple[httpx.AsyncClient, dict[str, FakeSource]]]:
+async def door(keys: tuple[str, ...] = (), **fails: Exception) -> AsyncGenerator[tuple[httpx.AsyncClient, dict[str, FakeSource]]]:
     models = {name: make_model(name=name) for name in SAYS}
     sources = {
         name: FakeSource(codec=model.codec, says=SAYS[name], fails=fails.get(name.partition("/")[0]))
@@ -52,7 +53,7 @@ async def door(**fails: Exception) -> AsyncGenerator[tuple[httpx.AsyncClient, di
     for name, model in models.items():
         beside = tuple(other for other in models.values() if other is not model)
         kept: Any = FakePool(name)
-        doors[name] = build_http_app(make_model(name=name, beside=beside), sources[name], pool=kept)
+        doors[name] = build_http_app(make_model(name=name, beside=beside), sources[name], DoorSettings(api_keys=keys), pool=kept)
     app = several(doors, max_body_bytes=10_000, body_timeout_s=5)
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://door") as client:
@@ -91,6 +92,27 @@ def test_what_names_no_model_is_the_first_doors():
             assert (await http.post("/tokenize", json={"prompt": "one"})).status_code == 200
             assert (await http.post("/tokenize", json={"prompt": "one", "model": "second/one"})).status_code == 200
             assert (await http.get("/nowhere")).status_code == 404
+
+    asyncio.run(story())
+
+
+def test_nothing_is_read_of_a_caller_without_a_key():
+    """A stranger's body must not cost memory before the 401; who has a key is served by the model it names."""
+    read: list[int] = []
+
+    async def body() -> AsyncGenerator[bytes]:
+        for number in range(3):
+            read.append(number)
+            yield b"x" * 1000
+
+    async def story() -> None:
+        async with door(keys=("secret",)) as (http, sources):
+            kind = {"Content-Type": "application/json"}
+            assert (await http.post("/v1/completions", content=body(), headers=kind)).status_code == 401
+            assert read == []
+            asked = {"model": "second/one", "prompt": "Who?"}
+            answer = await http.post("/v1/completions", json=asked, headers={"Authorization": "Bearer secret"})
+            assert answer.status_code == 200 and len(sources["second/one"].requests) == 1
 
     asyncio.run(story())
 
