@@ -33,6 +33,10 @@ class _BoardMovedError(Exception):
     """Another Board decides now; ask it."""
 
 
+class _NotHeardError(BoardLostError):
+    """The Board was dead before it heard the question. One that died while nothing was asked of it is noticed only then."""
+
+
 class BoardClient:
     """`find` gives a handle to the Board's actor, or None while there is none; it may take its time, but must not block the loop.
 
@@ -79,11 +83,16 @@ class BoardClient:
 
         Raises QueueFullError, NoReplicaError (none came up in time) and BoardLostError.
         """
+        may_retry = self.connected  # there may have been another Board for long
         while True:
             board = await self._connect()
             try:
                 answer = await self._ask(board, ask)
                 break
+            except _NotHeardError:
+                if not may_retry:
+                    raise
+                may_retry = False
             except _BoardMovedError:
                 _call(board.release, ask.ticket)
                 ask = replace(ask, readmit=True)
@@ -98,7 +107,10 @@ class BoardClient:
         # Before asking: another call's news may bring the grant before this call's own answer is read.
         granted = self._waiting[ask.ticket] = asyncio.get_running_loop().create_future()
         try:
-            answer = await self._hear(_call(board.acquire, ask))
+            try:
+                answer = await self._hear(board, _call(board.acquire, ask))
+            except BoardLostError as error:
+                raise _NotHeardError(str(error)) from error
             if isinstance(answer, Refused):
                 raise QueueFullError(answer.waiting, answer.limit, answer.retry_after_s)
             if not isinstance(answer, Granted):
@@ -148,11 +160,12 @@ class BoardClient:
         if self._board is None:
             self._find_again_at = time.monotonic() + _FIRST_RETRY_S
 
-    async def _hear(self, ref: Any) -> Any:
+    async def _hear(self, board: Any, ref: Any) -> Any:
         try:
             return await ref
         except RayActorError as error:
-            self._lose()
+            if self._board is board:
+                self._lose()
             raise BoardLostError("the Board has died") from error
 
     def _hold(self, ticket: str, request_id: str, replica: str, known: bool) -> None:
@@ -162,7 +175,6 @@ class BoardClient:
     def _lose(self) -> None:
         """Everybody who waits decides alone from here on."""
         self._forget()
-        self._find_again_at = time.monotonic() + _FIRST_RETRY_S
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(BoardLostError("the Board has died"))
@@ -178,7 +190,7 @@ class BoardClient:
             try:
                 board = await self._connect()
                 unknown = [(ticket, held[0], held[1]) for ticket, held in self._held.items() if not held[2]]
-                for news in await self._hear(_call(board.listen, self.holder, unknown)):
+                for news in await self._hear(board, _call(board.listen, self.holder, unknown)):
                     self._deliver(board, news)
                 retry_s = _FIRST_RETRY_S
             except BoardLostError:

@@ -177,6 +177,37 @@ def test_when_the_board_dies_those_who_wait_hear_of_it_at_once():
     run(story)
 
 
+def test_a_board_that_died_unnoticed_costs_no_request_its_place():
+    """While this process asked nothing, the Board died and another came. Its next requests, several at once, are the new Board's: to
+    route them alone would leave the places that were kept for them there unused."""
+
+    async def story():
+        old, new = LocalBoard(PoolLimits()), LocalBoard(PoolLimits(), slots=3)
+        boards = [old]
+        client = BoardClient(lambda: found(boards[-1]), PoolLimits())
+        first = ask(client, "a")
+        await client.acquire(first)
+        client.release(first.ticket)
+        await settled(old, 0, 0)
+        old.dead.set()
+        boards.append(new)
+        asked = [ask(client, name) for name in "bcd"]
+        for each in asked:
+            assert new.state.pool.reserve(new.state.now, each.request_id) is None
+        await asyncio.gather(*(client.acquire(each) for each in asked))
+        counts = new.state.pool.snapshot(new.state.now)
+        assert counts["places"] == 0 and counts["counters"]["granted"] == 3
+        for each in asked:
+            client.release(each.ticket)
+        await settled(new, 0, 0)
+
+    run(story)
+
+
+async def found(board: LocalBoard) -> LocalBoard:
+    return board
+
+
 def test_a_holder_that_falls_silent_loses_its_place_and_its_streams():
     """A killed process renews nothing: it leaves the line, and its engine is told to end what nobody reads."""
 
