@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -109,6 +110,8 @@ class ContinuousBatchingConfig:
         if self.block_size is not None:
             self.page_size = self.block_size
             _deprecated("block_size", f"page_size={self.page_size} is used")
+        if self.disable_nccl_graph_mixing and os.environ.get("WORLD_SIZE", "1") != "1":
+            os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # NCCL reads it when the process group is made
 
     @classmethod
     def of(cls, value: Any = None) -> ContinuousBatchingConfig:

@@ -7,6 +7,8 @@ survey and the trial; a model that cannot be served is refused by name, and left
 from __future__ import annotations
 
 import logging
+import math
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,10 +27,13 @@ from ..runtime.grammar import GrammarCompiler, GrammarMasks
 from ..runtime.hidden_states import HiddenStates
 from ..runtime.kv_cache import KVCache
 from ..runtime.model_runner import EvalMode, ModelRunner
+from ..runtime.orders import Follower, Orders
+from ..runtime.packed_forward import PackedForward
+from ..runtime.ranks import Ranks, check_heads
 from ..runtime.sampling import Processor
 from ..sizing import ModelFacts, resolve
 from .kept_way import kept_way
-from .machine import measure
+from .machine import least, measure
 from .parts import EngineParts
 from .processors import transformers_processors
 from .sampling_config import token_ids
@@ -45,23 +50,43 @@ def build(
     *,
     processors: Sequence[Processor] = (),
     backend: str | None = None,
+    owned: bool = True,
 ) -> EngineParts:
     """An engine for `model`. `backend` names an attention backend; None takes the best that can serve every layer.
+
+    For a model that is divided among ranks every rank builds at the same time, and what is settled is settled for all of them.
+    `owned`: each rank's program has a manager of its own, as under torchrun.
 
     Raises UnsupportedModelError when the model has something that would be computed wrongly, ConfigError for a bad setting, and
     MemoryError when what was asked for does not fit.
     """
     config.validate()
+    ranks = Ranks.of(model, math.inf if config.cpu_group_timeout is None else config.cpu_group_timeout)
+    if ranks is not None:
+        _check_divided(model, config, ranks)
     mode = EvalMode(model)
     mode.enter()
     try:
-        way = kept_way(model, (config.page_size, backend), lambda: find_way(model, config.page_size, backend))
+        way = kept_way(model, (config.page_size, backend), lambda: find_way(model, config.page_size, backend, ranks))
     finally:
         mode.leave()
     if not way.pages:
         logger.warning("%s is served row by row, %s: right, but slower than packed", type(model).__name__, way.name)
     chosen = tuple(processors) or tuple(transformers_processors(model, generation_config))
-    return _assemble(model, way, config, hints, chosen, _grammars(model, way, generation_config))
+    return _assemble(model, way, config, hints, chosen, _grammars(model, way, generation_config), ranks, owned)
+
+
+def _check_divided(model: PreTrainedModel, config: ContinuousBatchingConfig, ranks: Ranks) -> None:
+    """Raises UnsupportedModelError for heads that are cut; says what is different about a divided model."""
+    check_heads(model.config, model.tp_plan, ranks.size)
+    if ranks.is_leader:
+        logger.info("tensor parallel over %d ranks: linear layers run as transformers divides them", ranks.size)
+    mixing = os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") != "0"
+    if config.disable_nccl_graph_mixing and mixing and model.device.type == "cuda":
+        logger.warning(
+            "set NCCL_GRAPH_MIXING_SUPPORT=0 before the process group is made (a ContinuousBatchingConfig made before the model "
+            "is loaded does); tensor parallel steps are slower without"
+        )
 
 
 def _assemble(
@@ -71,10 +96,19 @@ def _assemble(
     hints: WorkloadHints | None,
     processors: tuple[Processor, ...],
     grammars: GrammarCompiler,
+    ranks: Ranks | None,
+    owned: bool,
 ) -> EngineParts:
     """Everything after the model was tried: measured, sized and allocated anew each time."""
     machine = measure(model.device)
-    facts = resolve(config, _model_facts(model, way), machine, hints=hints, entropy=secrets.randbits(62), compile_fallback=None)
+    sized = _model_facts(model, way)
+
+    def settle() -> EngineFacts:
+        return resolve(config, sized, machine, hints=hints, entropy=secrets.randbits(62), compile_fallback=None)
+
+    if ranks is not None:
+        machine = least(machine, ranks, shared=model.device.type == "cpu")
+    facts = settle() if ranks is None else ranks.decide(settle)
     if not way.pages:  # pages are only counted: what a request computed stays with it
         facts = replace(facts, allow_block_sharing=False, cpu_offload_bytes=0)
     for note in facts.notes:
@@ -84,9 +118,12 @@ def _assemble(
     cache = None
     if way.pages:
         cache = KVCache(layout, dtype=model.dtype, device=model.device, num_host_sectors=host_sectors)
-    runner = ModelRunner(
-        way.make(cache), model.device, processors, EvalMode(model), GrammarMasks(grammars), HiddenStates(_head(model))
-    )
+    orders = Orders(ranks, owned=owned) if ranks is not None and ranks.is_leader else None
+    forward = way.make(cache, ranks, orders)
+    runner = ModelRunner(forward, model.device, processors, EvalMode(model), GrammarMasks(grammars), HiddenStates(_head(model)))
+    follower = None
+    if ranks is not None and not ranks.is_leader:
+        follower = Follower(ranks, runner, cast("PackedForward", forward))
     longest = max_length(model)
     limits = RequestLimits(
         vocab_size=_input_vocabulary(model, way),
@@ -96,10 +133,20 @@ def _assemble(
         long_from=long_from(model),
     )
     core = EngineCore(facts=facts, layout=layout, limits=limits, num_host_sectors=host_sectors)
-    rebuild = partial(_assemble, model, way, config, hints, processors, grammars)
+    rebuild = partial(_assemble, model, way, config, hints, processors, grammars, ranks, owned)
     summary = _summary(model, way, facts)
     logger.info(summary)
-    return EngineParts(core=core, runner=runner, facts=facts, limits=limits, rebuild=rebuild, grammars=grammars, summary=summary)
+    return EngineParts(
+        core=core,
+        runner=runner,
+        facts=facts,
+        limits=limits,
+        rebuild=rebuild,
+        grammars=grammars,
+        summary=summary,
+        orders=orders,
+        follower=follower,
+    )
 
 
 def _grammars(model: PreTrainedModel, way: Way, generation_config: Any) -> GrammarCompiler:

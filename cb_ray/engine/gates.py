@@ -11,6 +11,7 @@ A gate never touches the engine: whoever asks also rings, and the engine thread 
 from __future__ import annotations
 
 import enum
+import math
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -88,6 +89,7 @@ class PauseGate:
         with self._changed:
             if not self._ended:
                 self._holders[me] = self._holders.get(me, 0) + 1
+                self._changed.notify_all()
         try:
             self._ring()
             with self._changed:
@@ -112,6 +114,16 @@ class PauseGate:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._holders or self._let_go)
             self._parked = False
+
+    def meet(self, timeout: float) -> None:
+        """For the engine thread of a rank that does not lead: the leader's rank is paused, and a holder here will come, or has.
+
+        Waits for it and stands still until the last holder here has left. Raises TimeoutError after `timeout` seconds without one.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._holders or self._let_go, None if timeout == math.inf else timeout):
+                raise TimeoutError(f"the leader is paused, and nobody paused this rank within {timeout:g} s; all ranks must")
+        self.park()
 
     def let_go(self) -> None:
         """A hard stop does not wait for holders."""

@@ -17,7 +17,7 @@ from ..core.plan import BatchPlan
 from ..errors import CbRayError, EngineStoppedError
 from ..messages import EngineStats, GenerateRequest, RequestStatus, TokenChunk, Usage
 from .gates import PauseGate, StopGate, StopLevel
-from .mailbox import Add, Broken, Cancel, Inbox, Message, NewWeights, Outbox, PageNames
+from .mailbox import Add, Broken, Cancel, Inbox, Message, NewWeights, Outbox, PageNames, Tell
 from .parts import Core, Runner
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,10 @@ class EngineLoop:
         clock: Callable[[], float],
         pages: PageNames | None = None,
         on_step: Callable[[BatchPlan, float], None] | None = None,
+        tell: Callable[[bytes], None] | None = None,
     ) -> None:
         """`on_step` is told of each step that is over, with the seconds since the one before, or since there was work."""
+        self._tell = tell
         self._core, self._runner = core, runner
         self._inbox, self._outbox = inbox, outbox
         self._stop, self._pause = stop, pause
@@ -123,6 +125,9 @@ class EngineLoop:
             self._runner.reload()
         elif isinstance(message, Broken):
             raise message.error
+        elif isinstance(message, Tell):
+            assert self._tell is not None, "there is nobody to tell"
+            self._tell(message.message)
         else:
             self._core.drop_cache()
 

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from ..runtime.native.parts import multiplies_bfloat16
+from ..runtime.ranks import Ranks
 from ..sizing import Machine
 
 __all__ = ["free_host_bytes", "measure", "multiplies_bfloat16"]
@@ -39,6 +40,17 @@ def measure(device: torch.device | str) -> Machine:
         limit, used = torch.mps.recommended_max_memory(), torch.mps.driver_allocated_memory()
         return Machine(free_bytes=max(0, min(int(limit - used), host)), free_host_bytes=host)
     return Machine(free_bytes=host, free_host_bytes=host)
+
+
+def least(machine: Machine, ranks: Ranks, *, shared: bool) -> Machine:
+    """What every rank of a divided model has: the least that one of them measured, after those on one host have shared its RAM.
+
+    `shared`: the model's device is that RAM, too.
+    """
+    here = ranks.on_this_host()
+    device_bytes = machine.free_bytes // here if shared else machine.free_bytes
+    found = ranks.gather((device_bytes, machine.free_host_bytes // here))
+    return Machine(free_bytes=min(device for device, _ in found), free_host_bytes=min(host for _, host in found))
 
 
 def free_host_bytes(available: int | None = None, read: Read | None = None) -> int:

@@ -68,7 +68,14 @@ class Broken:
     error: Exception
 
 
-Message = Add | Cancel | NewWeights | DropCache | Broken
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Something for the owners of a divided model's other ranks."""
+
+    message: bytes
+
+
+Message = Add | Cancel | NewWeights | DropCache | Broken | Tell
 
 
 class Inbox:

@@ -12,26 +12,29 @@ from __future__ import annotations
 import atexit
 import copy
 import logging
+import pickle
+import queue
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..config import ContinuousBatchingConfig, EngineFacts, WorkloadHints
 from ..core.plan import BatchPlan
 from ..errors import EngineStoppedError, WeightsLostError
-from ..messages import EngineStats
+from ..messages import EngineStats, GenerationOutput
 from .gates import PauseGate, StopGate, StopLevel, UpdateGate, turnstile
 from .intake import Intake, Terms
 from .loop import EngineLoop
-from .mailbox import Broken, DropCache, Inbox, NewWeights, Outbox, PageNames, Results
+from .mailbox import Broken, DropCache, Inbox, NewWeights, Outbox, PageNames, Results, Tell
 from .parts import Build, EngineParts
 from .request_side import RequestSide
 from .sampling_config import SamplingPolicy
 
 if TYPE_CHECKING:
+    from .follower import FollowerLoop
     from .weights import LoadedWeights, Update
     from .weights_source import PackedWeights, WeightsSource
 
@@ -44,7 +47,7 @@ _EXIT_TIMEOUT = 10.0  # seconds that a program waits for a forgotten engine when
 class _Session:
     """From one start to the end of its thread."""
 
-    loop: EngineLoop
+    loop: EngineLoop | FollowerLoop
     stop: StopGate
     pause: PauseGate
     thread: threading.Thread
@@ -70,8 +73,6 @@ class ContinuousBatchingManager(RequestSide):
     to; `tokenizer` is for grammars, by default the one beside the model's files.
     Raises ConfigError, UnsupportedModelError or MemoryError when the engine cannot be made; the model is then left as it was.
     """
-
-    is_tp_driver = True
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class ContinuousBatchingManager(RequestSide):
             parts.grammars.use(tokenizer)
         self.facts: EngineFacts = parts.facts
         self.summary = parts.summary  # what was chosen for this model on this machine, in a line
+        self.is_tp_driver = parts.follower is None
         self._results = Results()
         self._outbox = Outbox(self._results)
         self._inbox = Inbox(self.facts.max_queue_size)
@@ -218,23 +220,31 @@ class ContinuousBatchingManager(RequestSide):
             parts = self._parts or self._rebuild()
             self._inbox.limit = self.facts.max_queue_size
             stop, pause = StopGate(self._inbox.ring), PauseGate(self._inbox.ring)
-            loop = EngineLoop(
-                core=parts.core,
-                runner=parts.runner,
-                inbox=self._inbox,
-                outbox=self._outbox,
-                stop=stop,
-                pause=pause,
-                clock=self._clock,
-                pages=self._pages,
-                on_step=self.on_step,
-            )
+            loop = self._loop(parts, stop, pause)
             thread = threading.Thread(target=self._live, name="cb-ray engine", daemon=True)
             self._session = _Session(loop, stop, pause, thread)
             self._results.open()
             self._inbox.reopen()
             atexit.register(self._at_exit)
             thread.start()
+
+    def _loop(self, parts: EngineParts, stop: StopGate, pause: PauseGate) -> EngineLoop | FollowerLoop:
+        if parts.follower is not None:
+            from .follower import FollowerLoop
+
+            return FollowerLoop(parts.follower, parts.runner, stats=parts.core.stats(), pause=pause)
+        return EngineLoop(
+            core=parts.core,
+            runner=parts.runner,
+            inbox=self._inbox,
+            outbox=self._outbox,
+            stop=stop,
+            pause=pause,
+            clock=self._clock,
+            pages=self._pages,
+            on_step=self.on_step,
+            tell=None if parts.orders is None else parts.orders.tell,
+        )
 
     def _rebuild(self) -> EngineParts:
         parts = self._parts = self._build()
@@ -255,10 +265,19 @@ class ContinuousBatchingManager(RequestSide):
         finally:
             atexit.unregister(self._at_exit)
             self._stats = session.loop.stats
+            self._agree_on_end(session)
             if session.loop.error is not None or not session.keep:
                 self._drop_parts()
             session.pause.end(session.loop.error)
             self._results.close()
+
+    def _agree_on_end(self, session: _Session) -> None:
+        """The leader's session ends those of the other ranks, and says whether parts are kept."""
+        if not self.is_tp_driver:
+            session.keep = getattr(session.loop, "keep", False)
+            self._inbox.refuse("the engine is stopped; start it first")
+        elif self._parts is not None and self._parts.orders is not None:
+            self._parts.orders.stop(keep=session.keep and session.loop.error is None)
 
     def _drop_parts(self) -> None:
         parts, self._parts, self.warmed_up = self._parts, None, False
@@ -270,9 +289,16 @@ class ContinuousBatchingManager(RequestSide):
         self.stop(block=True, timeout=_EXIT_TIMEOUT, hard_stop=True)
 
     def warmup(self) -> None:
-        """Run what compiles or captures before the first request pays for it. Allowed before `start` and while running."""
-        if self.is_running():
-            with self.pause(invalidate=False):
+        """Run what compiles or captures before the first request pays for it. Allowed before `start` and while running.
+
+        Ranks that do not lead have nothing to do: they run what the leader's warm-up runs, once they are started.
+        """
+        if not self.is_tp_driver:
+            self.warmed_up = True
+            return
+        session = self._session
+        if session is not None and session.thread.is_alive():
+            with session.pause.hold():
                 self._warm_up()
             return
         with self._life:
@@ -353,11 +379,14 @@ class ContinuousBatchingManager(RequestSide):
         session = self._session
         if session is None or not session.thread.is_alive():
             raise EngineStoppedError("the engine is not running, so there is nothing to pause; start it first")
+        orders = None if self._parts is None else self._parts.orders
+        if orders is not None and orders.owned:
+            orders.together = True
         with session.pause.hold():
             try:
                 yield
             finally:
-                if invalidate or recompute or weights_version is not None:
+                if self.is_tp_driver and (invalidate or recompute or weights_version is not None):
                     self._inbox.put(NewWeights(weights_version, recompute))
 
     def prepare_weights(self, source: WeightsSource, *, progress_bar: bool = False) -> Update:
@@ -387,9 +416,9 @@ class ContinuousBatchingManager(RequestSide):
         """Load other weights into the model, running or not: checked whole, read once, then copied while the engine stands still.
 
         `source` is a directory, a hub id with a revision (`org/name@revision`), tensors by name, or a callable that gives one of
-        these, or what `prepare_weights` returned. Requests stay; see `pause` for `weights_version` and `recompute`. Should copying
-        fail, the old weights are read again from `restore_from`, or, without it, were kept in host memory meanwhile (as much as the
-        model has weights).
+        these, or what `prepare_weights` returned. Where every rank of a divided model has a manager, all of them call it, and each
+        keeps its share. Requests stay; see `pause` for `weights_version` and `recompute`. Should copying fail, the old weights are
+        read again from `restore_from`, or, without it, were kept in host memory meanwhile (as much as the model has weights).
 
         Raises WeightsError when the source does not fit (nothing was changed), UpdateRunningError beside another update, and
         WeightsLostError when neither old nor new weights are whole: the engine has then failed.
@@ -408,9 +437,9 @@ class ContinuousBatchingManager(RequestSide):
                     self._inbox.put(Broken(error))
                     raise
                 version = self._next_version(weights_version)
-                if running:
+                if running and self.is_tp_driver:
                     self._inbox.put(NewWeights(version, recompute))
-                else:
+                elif not running:
                     self._set_version(version)
         pause_s = time.perf_counter() - begun
         logger.info("weights version %d from %s: stood still for %.3f s", version, update.source, pause_s)
@@ -443,6 +472,29 @@ class ContinuousBatchingManager(RequestSide):
         if self._parts is not None:
             self._parts.core.set_weights_version(version)
             self._parts.runner.reload()
+
+    def run_batch(
+        self, inputs: Sequence[Iterable[int]], on_end: Callable[[], object], **arguments: Any
+    ) -> dict[str, GenerationOutput]:
+        """As `RequestSide.run_batch`; every rank of a divided model gets the leader's outputs, whatever its own `inputs` are."""
+        if not self.is_tp_driver:
+            return self._told_batch(on_end)
+        outputs = super().run_batch(inputs, on_end, **arguments)
+        if self._parts is not None and self._parts.orders is not None and self._parts.orders.owned:
+            self._inbox.put(Tell(pickle.dumps(outputs)))
+        return outputs
+
+    def _told_batch(self, on_end: Callable[[], object]) -> dict[str, GenerationOutput]:
+        session = self._session
+        if session is None or not isinstance(told := getattr(session.loop, "told", None), queue.SimpleQueue):
+            raise EngineStoppedError("the engine is not running; start it first")
+        message: bytes | None = cast("queue.SimpleQueue[bytes | None]", told).get()
+        if message is None:
+            raise EngineStoppedError("the leader's engine ended before the batch was done") from session.loop.error
+        outputs: dict[str, GenerationOutput] = pickle.loads(message)
+        for _ in outputs:
+            on_end()
+        return outputs
 
     def drop_cache(self) -> None:
         """Forget every cached prefix, at the next step."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import ContinuousBatchingConfig, EngineFacts, WorkloadHints
 from ..core.plan import BatchPlan, StepResult
 from ..core.request import RequestLimits
 from ..grammar import Grammar
 from ..messages import EngineStats, GenerateRequest, TokenChunk
+
+if TYPE_CHECKING:
+    from ..runtime.orders import Follower, Orders
 
 
 class Ticket(Protocol):
@@ -80,6 +83,8 @@ class EngineParts:
     rebuild: Callable[[], EngineParts] | None = None
     grammars: Grammars | None = None
     summary: str = ""  # what was chosen, in a line
+    orders: Orders | None = None  # to the other ranks, where the model is divided and this is the leader
+    follower: Follower | None = None  # where it is not: the parts are never asked to plan
 
 
 Build = Callable[[Any, Any, ContinuousBatchingConfig, WorkloadHints], EngineParts]  # (model, generation_config, config, hints)

@@ -27,6 +27,7 @@ class RequestSide:
     _intake: Intake
     _outbox: Outbox
     _results: Results
+    is_tp_driver: bool = True  # the rank that takes requests and gives outputs; the other ranks of a divided model follow it
 
     # ---- requests in --------------------------------------------------------------------------------------------------------
 
@@ -45,13 +46,13 @@ class RequestSide:
         num_return_sequences: int | None = None,
         **sampling: Any,
     ) -> str | None:
-        """Hand in one prompt; returns its id, or None with a warning when the engine takes no more.
+        """Hand in one prompt; returns its id, or None with a warning when the engine takes no more. None on ranks that do not lead.
 
         What is left out comes from the generation config. `sampling` are fields of SamplingParams, for engines made with
         `per_request_processors=True`. Raises InvalidRequestError (a ValueError) for what can never be served and for an id that
         is in use, QueueFullError (a queue.Full) when `max_queue_size` requests wait.
         """
-        if self._refuses(input_ids):
+        if not self.is_tp_driver or self._refuses(input_ids):
             return None
         prompt = self._intake.prompt(
             input_ids,
@@ -82,11 +83,13 @@ class RequestSide:
         num_return_sequences: int | None = None,
         **sampling: Any,
     ) -> list[str]:
-        """Hand in several prompts, all or none; returns their ids in input order.
+        """Hand in several prompts, all or none; returns their ids in input order. None are taken on ranks that do not lead.
 
         Raises InvalidRequestError naming the first bad prompt, QueueFullError when they do not all find a place, and
         EngineStoppedError when the engine takes no more.
         """
+        if not self.is_tp_driver:
+            return []
         if self._intake.refusing is not None:
             raise EngineStoppedError(self._intake.refusing)
         prompts: list[GenerateRequest] = []

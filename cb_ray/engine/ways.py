@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -24,8 +24,10 @@ from ..runtime.model_runner import Forward
 from ..runtime.native import NativeOps, load
 from ..runtime.native.modules import NativeModules
 from ..runtime.native_backend import NativeBackend
+from ..runtime.orders import Orders
 from ..runtime.own_cache_forward import Manner, OwnCacheForward, items_per_token
 from ..runtime.packed_forward import PackedForward
+from ..runtime.ranks import Ranks
 from ..runtime.survey import Survey, survey
 from ..runtime.trial import self_disagreement, trial_error, trial_layout
 
@@ -38,6 +40,12 @@ _SEEDS = (0, 1, 2)  # of the texts of a trial
 _AGAIN = "own cache (again)"
 
 
+class Make(Protocol):
+    """Makes a way's forward over a cache; `ranks` and `orders` for a model that is divided."""
+
+    def __call__(self, cache: KVCache | None, ranks: Ranks | None = None, orders: Orders | None = None) -> Forward: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """A way of running the model that gave the right logits."""
@@ -47,11 +55,13 @@ class Way:
     layers: tuple[LayerSpec, ...]
     vocab_size: int
     masked: bool
-    make: Callable[[KVCache | None], Forward]
+    make: Make
 
 
-def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None) -> Way:
-    """The fastest way that serves `model` rightly. Raises UnsupportedModelError with what spoke against each."""
+def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None, ranks: Ranks | None = None) -> Way:
+    """The fastest way that serves `model` rightly, on every one of its ranks. Raises UnsupportedModelError with what spoke against
+    each.
+    """
     reasons: list[str] = []
     seen: Survey | None = None
     try:
@@ -63,13 +73,19 @@ def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None)
     except Exception as error:
         reasons.append(f"packed: the model's layers could not be watched ({type(error).__name__}: {error})")
     doubt = 0.0
-    for way in _candidates(model, seen, backend):
+    candidates = _candidates(model, seen, backend)
+    for way in candidates if ranks is None else _common(list(candidates), ranks):
         try:
             if not way.pages and not doubt:
                 doubt = _doubt(model, way.vocab_size)
             error = _try(model, way, page_size)
-        except Exception as raised:
-            reasons.append(f"{way.name}: {type(raised).__name__}: {raised}")
+            raised = None
+        except Exception as caught:
+            error, raised = 0.0, f"{type(caught).__name__}: {caught}"
+        if ranks is not None:
+            error, raised = _worst(ranks.gather((error, raised)))
+        if raised is not None:
+            reasons.append(f"{way.name}: {raised}")
             continue
         if error <= _tolerance(model) and (doubt <= _tolerance(model) or way.name == _AGAIN):
             return way
@@ -78,6 +94,19 @@ def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None)
         logger.info("%s is not run %s: its logits are off by %.2g", type(model).__name__, way.name, error)
         reasons.append(f"{way.name}: its logits differ from the model's own by {error:.2g} standard deviations")
     raise UnsupportedModelError(type(model).__name__, "; ".join([*_unusual_layers(model), *reasons]))
+
+
+def _common(candidates: list[Way], ranks: Ranks) -> list[Way]:
+    """What every rank can try, in the leader's order. Followers keep nothing of a request, so only ways over pages are."""
+    said = ranks.gather([way.name for way in candidates if way.pages])
+    mine = {way.name: way for way in candidates}
+    return [mine[name] for name in said[0] if all(name in names for names in said)]
+
+
+def _worst(verdicts: list[tuple[float, str | None]]) -> tuple[float, str | None]:
+    """The ranks' verdicts on a way as one: the greatest error, and the first exception."""
+    raised = next((f"rank {rank}: {text}" for rank, (_, text) in enumerate(verdicts) if text is not None), None)
+    return max(error for error, _ in verdicts), raised
 
 
 def _tolerance(model: PreTrainedModel) -> float:
@@ -120,9 +149,10 @@ def _counted(model: PreTrainedModel, manner: Manner) -> LayerSpec:
 def _packed(model: PreTrainedModel, seen: Survey, backend: Backend, modules: NativeModules | None) -> Way:
     layer_of = {id(site.module): site.index for site in seen.sites}
 
-    def make(cache: KVCache | None) -> Forward:
+    def make(cache: KVCache | None, ranks: Ranks | None = None, orders: Orders | None = None) -> Forward:
         assert cache is not None
-        return PackedForward(model, cache, PagedAttention(cache, backend, layer_of), long_from(model), modules)
+        attention = PagedAttention(cache, backend, layer_of)
+        return PackedForward(model, cache, attention, long_from(model), modules, ranks, orders)
 
     layers = tuple(site.spec for site in seen.sites)
     kernels = "" if modules is None else ", native modules"
@@ -140,8 +170,8 @@ def native_modules(model: PreTrainedModel) -> NativeModules | None:
     return modules if len(modules) else None
 
 
-def _own(model: PreTrainedModel, manner: Manner) -> Callable[[KVCache | None], Forward]:
-    return lambda cache: OwnCacheForward(model, manner)
+def _own(model: PreTrainedModel, manner: Manner) -> Make:
+    return lambda cache, ranks=None, orders=None: OwnCacheForward(model, manner)
 
 
 def choose_backend(seen: Survey, device: torch.device, wanted: str | None = None) -> Backend:

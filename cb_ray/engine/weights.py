@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import WeightsError, WeightsLostError
+from ..runtime.ranks import local, share_of
 from .weights_source import OpenWeights, WeightsSource, describe, fingerprint, open_weights
 
 _SHOWN = 3  # names in an error
@@ -72,7 +73,7 @@ class Update:
         try:
             for copy in self._shown():
                 if restore_from is None:
-                    kept.append((copy.target, copy.target.to("cpu", copy=True)))
+                    kept.append((local(copy.target), local(copy.target).to("cpu", copy=True)))
                 _put(self._weights.tensor(copy.name), copy.target)
         except BaseException as error:
             self._restore(restore_from, kept, error)
@@ -100,8 +101,9 @@ class Update:
 
 
 def _put(value: Tensor, target: Tensor) -> None:
+    """Into a tensor of the model, or into this rank's share of it."""
     with torch.no_grad():
-        target.copy_(value)
+        local(target).copy_(share_of(value, target))
 
 
 def fit(weights: OpenWeights, model: PreTrainedModel) -> list[_Copy]:
@@ -114,7 +116,7 @@ def fit(weights: OpenWeights, model: PreTrainedModel) -> list[_Copy]:
     wrong = [name for name, shape in shapes.items() if name in targets and tuple(targets[name].shape) != shape]
     same: dict[tuple[Any, ...], list[str]] = {}
     for name, target in targets.items():
-        place = (target.device, target.data_ptr(), target.shape, target.stride()) if target.numel() else (name,)
+        place = (target.device, local(target).data_ptr(), target.shape, target.stride()) if target.numel() else (name,)
         same.setdefault(place, []).append(name)
     missing = [names[0] for names in same.values() if not any(name in shapes for name in names)]
     for what, names in (("lacks", missing), ("has, and the model has not,", unknown)):

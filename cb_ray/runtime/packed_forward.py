@@ -11,6 +11,7 @@ from array import array
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -21,6 +22,8 @@ from .attention_switch import AttentionSwitch
 from .inputs import StepInputs, pack, unpack
 from .kv_cache import KVCache
 from .native.modules import NativeModules
+from .orders import Orders
+from .ranks import Ranks
 
 
 class PackedForward:
@@ -33,13 +36,20 @@ class PackedForward:
         attention: PagedAttention,
         long_from: int = 0,
         modules: NativeModules | None = None,
+        ranks: Ranks | None = None,
+        orders: Orders | None = None,
     ) -> None:
-        """`long_from`: requests of more tokens use the model's long-context rotary factors; 0: there are none."""
+        """`long_from`: requests of more tokens use the model's long-context rotary factors; 0: there are none.
+
+        `ranks`: the model is divided among them; on the leader they learn through `orders` of everything that is done here.
+        """
         self._model = model
         self._cache = cache
         self._attention = attention
         self._long_from = long_from
         self._modules = modules
+        self._ranks = ranks
+        self._orders = orders
         self._switch = AttentionSwitch(model, attention.name)
         self._device = cache.flat.device
         parameters = inspect.signature(model.forward).parameters
@@ -48,6 +58,8 @@ class PackedForward:
 
     def install(self) -> None:
         """Put the model's attention on our pages, and native kernels under its modules where there are any."""
+        if self._orders is not None:
+            self._orders.install()
         self._switch.install()
         if self._modules is not None:
             self._modules.refresh()
@@ -57,9 +69,13 @@ class PackedForward:
         self._switch.restore()
         if self._modules is not None:
             self._modules.release()
+        if self._orders is not None:
+            self._orders.restore()
 
     def reload(self) -> None:
         """Weights are read where they are at each call; only copies of them in another layout would be stale."""
+        if self._orders is not None:
+            self._orders.reload()
         if self._modules is not None:
             self._modules.reload()
 
@@ -72,10 +88,32 @@ class PackedForward:
 
         `sampled` holds the tokens of the step before on the device, for rows whose last token is carried over.
         """
-        self._cache.move(plan)
+        self.move(plan)
         if not self._long_from:
             return self._run(plan, sampled, every_token, phantom=False)
         return self._run_by_length(plan, sampled, every_token)
+
+    def move(self, plan: BatchPlan) -> None:
+        """The plan's block copies."""
+        if self._orders is not None:
+            self._orders.move(plan)
+        self._cache.move(plan)
+
+    def execute(
+        self, host: np.ndarray, sizes: tuple[int, ...], every_token: bool, sampled: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One pass over a packed buffer (`inputs.pack`): what `run` comes to, on every rank of the model."""
+        buffer = torch.from_numpy(host)
+        if self._device.type != "cpu":
+            buffer = buffer.pin_memory().to(self._device, non_blocking=True)
+        inputs = unpack(buffer, host, sizes)
+        if len(inputs.carry_to):
+            assert sampled is not None or self._ranks is not None, "a row carries a token and there was no step before"
+            if sampled is not None:
+                inputs.ids[inputs.carry_to.long()] = sampled[inputs.carry_from.long()]
+            if self._ranks is not None:
+                self._ranks.carry(inputs.ids)
+        return self._pass(inputs, every_token)
 
     def _run_by_length(self, plan: BatchPlan, sampled: torch.Tensor | None, every_token: bool) -> torch.Tensor:
         """Rows of long and of short requests in two passes: the rotary factors follow the highest position of a pass.
@@ -105,10 +143,13 @@ class PackedForward:
                 start=0, token_ids=array("i", [0]), tables=(table,) * len(first.tables), samples=False, carry_from=-1
             )
             plan = replace(plan, rows=(*plan.rows, row))
-        inputs = self._inputs(plan, sampled)
+        layout = self._cache.layout
+        host, sizes = pack(plan, layout.page_size, len(layout.groups))
         if phantom:
-            inputs.positions[-1] = self._long_from
-        logits = self._pass(inputs, every_token)
+            host[2 * sizes[0] - 1] = self._long_from  # the last position
+        if self._orders is not None:
+            self._orders.run(host, sizes, every_token)
+        logits = self.execute(host, sizes, every_token, sampled)
         return logits[:-1] if phantom and every_token else logits
 
     def _pass(self, inputs: StepInputs, every_token: bool) -> torch.Tensor:
@@ -122,15 +163,3 @@ class PackedForward:
         finally:
             self._attention.end()
         return logits[: len(wanted)] if self._keeps_rows and not every_token else logits if every_token else logits[wanted]
-
-    def _inputs(self, plan: BatchPlan, sampled: torch.Tensor | None) -> StepInputs:
-        layout = self._cache.layout
-        host, sizes = pack(plan, layout.page_size, len(layout.groups))
-        buffer = torch.from_numpy(host)
-        if self._device.type != "cpu":
-            buffer = buffer.pin_memory().to(self._device, non_blocking=True)
-        inputs = unpack(buffer, host, sizes)
-        if len(inputs.carry_to):
-            assert sampled is not None, "a row carries a token and there was no step before"
-            inputs.ids[inputs.carry_to.long()] = sampled[inputs.carry_from.long()]
-        return inputs
