@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..config import ContinuousBatchingConfig, EngineFacts, WorkloadHints
 from ..core.plan import BatchPlan
-from ..errors import EngineStoppedError, WeightsLostError
+from ..errors import EngineStoppedError, WeightsError, WeightsLostError
 from ..messages import EngineStats, GenerationOutput
 from .gates import PauseGate, StopGate, StopLevel, UpdateGate, turnstile
 from .intake import Intake, Terms
@@ -402,6 +402,8 @@ class ContinuousBatchingManager(RequestSide):
         """The model's present weights, as another engine's `update_weights` takes them; no copy where they lie in host memory."""
         from .weights_source import pack_weights
 
+        if self._parts is not None and (self._parts.orders is not None or self._parts.follower is not None):
+            raise WeightsError("the weights of a divided model lie on several ranks; take them from where they were loaded from")
         return pack_weights(self.model.state_dict())
 
     def update_weights(
@@ -427,6 +429,10 @@ class ContinuousBatchingManager(RequestSide):
 
         if self._destroyed:
             raise EngineStoppedError("this manager was destroyed; make a new one")
+        if self._parts is not None and self._parts.orders is not None and not self._parts.orders.owned:
+            raise WeightsError(
+                "the weights of a divided model are loaded by all its ranks, and those of a Serve replica cannot yet"
+            )
         with self._updating.through(f"weights version {weights_version or 'next'}"):
             update = source if isinstance(source, Update) else self.prepare_weights(source, progress_bar=progress_bar)
             with self._standing_still() as running:
@@ -462,8 +468,16 @@ class ContinuousBatchingManager(RequestSide):
             yield True
 
     def _next_version(self, wanted: int | None) -> int:
+        """The number of the new weights; where every rank has a manager and calls this, the leader's."""
         if wanted is not None:
             return wanted
+        if self._parts is not None and self._parts.follower is not None:
+            return self._parts.follower.ranks.decide(lambda: 0)
+        if self._parts is not None and self._parts.orders is not None:
+            return self._parts.orders.ranks.decide(self._count_version)
+        return self._count_version()
+
+    def _count_version(self) -> int:
         return (self._stats.weights_version if self._parts is None else self._parts.core.weights_version) + 1
 
     def _set_version(self, version: int) -> None:
