@@ -26,11 +26,12 @@ from tests.tiny import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 STORY = Path(__file__).with_name("ranks_story.py")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}  # transformers takes a GPU wherever it sees one
 
 
-def torchrun(size: int, story: str, out: Path, *arguments: object) -> list[dict[str, Any]]:
-    """What each of `size` ranks saw."""
+def torchrun(size: int, story: str, out: Path, *arguments: object, **environment: str) -> list[dict[str, Any]]:
+    """What each of `size` ranks saw, on CPUs unless `environment` says otherwise."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), str(STORY)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     run = subprocess.run(
@@ -104,7 +105,7 @@ def test_a_rank_that_is_stuck_fails_the_engine(models, tmp_path):
     ranks = [
         subprocess.Popen(
             command,
-            env=ENVIRONMENT | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=ENVIRONMENT | ON_CPU | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
@@ -141,8 +142,11 @@ def test_heads_that_cannot_be_shared_out_are_refused_with_the_numbers():
     check_heads(config(9, 3), {"layers.*.mlp.experts": "moe_tp_experts"}, 2)
 
 
-@pytest.mark.real
-def test_the_demo_model_on_three_ranks(smollm2, tmp_path):
-    """SmolLM2-135M over three ranks, one KV head each: token for token what it says on one."""
-    ranks = torchrun(3, "demo", tmp_path, smollm2)
-    assert ranks[0]["tokens"] == alone(smollm2, prompts(1, base=12)[0], 6)
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_give_the_tokens_of_one(models, other, tmp_path):
+    """The same program over NCCL: both ranks see the same, and greedy float32 tokens are those of `model.generate`."""
+    leader, follower = torchrun(2, "program", tmp_path, other, *models, NCCL_DEBUG="WARN")
+    assert leader["batches"] == follower["batches"]
+    for path in models:
+        assert leader["batches"][str(path)] == [alone(path, prompt, 20) for prompt in prompts()], path.name
