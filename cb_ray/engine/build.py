@@ -37,7 +37,7 @@ from .machine import least, measure
 from .parts import EngineParts
 from .processors import transformers_processors
 from .sampling_config import token_ids
-from .ways import Way, find_way, long_from, max_length
+from .ways import Running, Way, find_way, long_from, max_length
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,9 @@ def build(
     mode = EvalMode(model)
     mode.enter()
     try:
-        way = kept_way(model, (config.page_size, backend), lambda: find_way(model, config.page_size, backend, ranks))
+        flash = config.auto_switch_to_flash
+        wishes = (config.page_size, backend, flash)
+        way = kept_way(model, wishes, lambda: find_way(model, config.page_size, backend, ranks, flash))
     finally:
         mode.leave()
     if not way.pages:
@@ -119,7 +121,7 @@ def _assemble(
     if way.pages:
         cache = KVCache(layout, dtype=model.dtype, device=model.device, num_host_sectors=host_sectors)
     orders = Orders(ranks, owned=owned) if ranks is not None and ranks.is_leader else None
-    forward = way.make(cache, ranks, orders)
+    forward = way.make(cache, ranks, orders, Running(decode_width=facts.max_blocks_per_request))
     runner = ModelRunner(forward, model.device, processors, EvalMode(model), GrammarMasks(grammars), HiddenStates(_head(model)))
     follower = None
     if ranks is not None and not ranks.is_leader:
@@ -204,6 +206,9 @@ def _model_facts(model: PreTrainedModel, way: Way) -> ModelFacts:
         device_type=model.device.type,
         has_streams=False,
         has_graphs=False,
+        has_decode_path=way.static,
+        is_masked=way.masked,
+        page_multiple=way.page_multiple,
     )
 
 

@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 
 from ..core.layout import LayerSpec
 from ..errors import UnsupportedModelError
+from ..runtime import flash_kernels
 from ..runtime.attention import Backend, PagedAttention
 from ..runtime.backends import EagerBackend, SdpaBackend
+from ..runtime.flash_backend import FlashBackend
 from ..runtime.kv_cache import KVCache
 from ..runtime.model_runner import Forward
 from ..runtime.native import NativeOps, load
@@ -40,10 +42,23 @@ _SEEDS = (0, 1, 2)  # of the texts of a trial
 _AGAIN = "own cache (again)"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """How a way's steps are run, once an engine is sized. The trial runs them plainly."""
+
+    decode_width: int = 32  # pages of a request that counts as short; 0: no decode kernel
+
+
 class Make(Protocol):
     """Makes a way's forward over a cache; `ranks` and `orders` for a model that is divided."""
 
-    def __call__(self, cache: KVCache | None, ranks: Ranks | None = None, orders: Orders | None = None) -> Forward: ...
+    def __call__(
+        self,
+        cache: KVCache | None,
+        ranks: Ranks | None = None,
+        orders: Orders | None = None,
+        running: Running | None = None,
+    ) -> Forward: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +71,15 @@ class Way:
     vocab_size: int
     masked: bool
     make: Make
+    page_multiple: int = 1  # pages hold a multiple of this many tokens
+    static: bool = False  # block tables are read by kernels, so that steps of equal shape make equal calls
 
 
-def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None, ranks: Ranks | None = None) -> Way:
+def find_way(
+    model: PreTrainedModel, page_size: int, backend: str | None = None, ranks: Ranks | None = None, flash: bool = True
+) -> Way:
     """The fastest way that serves `model` rightly, on every one of its ranks. Raises UnsupportedModelError with what spoke against
-    each.
+    each. `flash`: kernels other than the model's own attention may be taken (`auto_switch_to_flash`).
     """
     reasons: list[str] = []
     seen: Survey | None = None
@@ -73,7 +92,7 @@ def find_way(model: PreTrainedModel, page_size: int, backend: str | None = None,
     except Exception as error:
         reasons.append(f"packed: the model's layers could not be watched ({type(error).__name__}: {error})")
     doubt = 0.0
-    candidates = _candidates(model, seen, backend)
+    candidates = _candidates(model, seen, backend, page_size, flash)
     for way in candidates if ranks is None else _common(list(candidates), ranks):
         try:
             if not way.pages and not doubt:
@@ -122,13 +141,13 @@ def _doubt(model: PreTrainedModel, vocab_size: int) -> float:
     return max(self_disagreement(model, vocab_size, max_length(model), seed) for seed in _SEEDS)
 
 
-def _candidates(model: PreTrainedModel, seen: Survey | None, wanted: str | None) -> Iterator[Way]:
+def _candidates(model: PreTrainedModel, seen: Survey | None, wanted: str | None, page_size: int, flash: bool) -> Iterator[Way]:
     if seen is not None and not seen.reason:
-        backend = choose_backend(seen, model.device, wanted)
         modules = native_modules(model)
-        if modules is not None:
-            yield _packed(model, seen, backend, modules)
-        yield _packed(model, seen, backend, None)
+        for backend in backends_for(model, seen, page_size, flash=flash, wanted=wanted):
+            if modules is not None:
+                yield _packed(model, seen, backend, modules)
+            yield _packed(model, seen, backend, None)
     if wanted is not None:
         return
     vocab_size = seen.vocab_size if seen is not None else int(model.config.get_text_config(decoder=True).vocab_size)  # pyright: ignore
@@ -149,14 +168,18 @@ def _counted(model: PreTrainedModel, manner: Manner) -> LayerSpec:
 def _packed(model: PreTrainedModel, seen: Survey, backend: Backend, modules: NativeModules | None) -> Way:
     layer_of = {id(site.module): site.index for site in seen.sites}
 
-    def make(cache: KVCache | None, ranks: Ranks | None = None, orders: Orders | None = None) -> Forward:
+    def make(
+        cache: KVCache | None, ranks: Ranks | None = None, orders: Orders | None = None, running: Running | None = None
+    ) -> Forward:
         assert cache is not None
-        attention = PagedAttention(cache, backend, layer_of)
+        attention = PagedAttention(cache, backend, layer_of, (running or Running()).decode_width)
         return PackedForward(model, cache, attention, long_from(model), modules, ranks, orders)
 
     layers = tuple(site.spec for site in seen.sites)
     kernels = "" if modules is None else ", native modules"
-    return Way(f"packed ({backend.name}{kernels})", True, layers, seen.vocab_size, True, make)
+    name, flash = f"packed ({backend.name}{kernels})", isinstance(backend, FlashBackend)
+    multiple = backend.page_multiple if isinstance(backend, FlashBackend) else 1
+    return Way(name, True, layers, seen.vocab_size, not flash, make, page_multiple=multiple, static=flash)
 
 
 def native_modules(model: PreTrainedModel) -> NativeModules | None:
@@ -171,21 +194,37 @@ def native_modules(model: PreTrainedModel) -> NativeModules | None:
 
 
 def _own(model: PreTrainedModel, manner: Manner) -> Make:
-    return lambda cache, ranks=None, orders=None: OwnCacheForward(model, manner)
+    return lambda cache, ranks=None, orders=None, running=None: OwnCacheForward(model, manner)
 
 
-def choose_backend(seen: Survey, device: torch.device, wanted: str | None = None) -> Backend:
-    """The first backend that can serve every layer, or the one of that name. Raises UnsupportedModelError saying why not."""
-    candidates: list[Backend] = [NativeBackend(), SdpaBackend(), EagerBackend()]
+def backends_for(
+    model: PreTrainedModel, seen: Survey, page_size: int, *, flash: bool = True, wanted: str | None = None
+) -> list[Backend]:
+    """The backends that can serve every layer, the fastest first; or the one of that name. `flash`: see `auto_switch_to_flash`.
+
+    Raises UnsupportedModelError saying why not.
+    """
+    device, own = model.device, str(model.config._attn_implementation or "")  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    flashes: list[Backend] = [FlashBackend(name, page_size) for name in flash_kernels.NAMES]
+    candidates: list[Backend] = [NativeBackend(), *flashes, SdpaBackend(), EagerBackend()]
     if wanted is not None:
         candidates = [backend for backend in candidates if backend.name == wanted]
+    elif not flash:
+        candidates = [backend for backend in candidates if not isinstance(backend, FlashBackend) or backend.name == own]
+    good: list[Backend] = []
     reasons: list[str] = []
     for backend in candidates:
-        against = [reason for site in seen.sites if (reason := backend.reason_against(site, device))]
-        if not against:
-            return backend
-        reasons.append(f"{backend.name}: {against[0]}")
-    raise UnsupportedModelError("this model", "; ".join(reasons) or f"there is no attention backend called {wanted!r}")
+        against = next((reason for site in seen.sites if (reason := backend.reason_against(site, device))), None)
+        if against is None:
+            good.append(backend)
+        else:
+            reasons.append(f"{backend.name}: {against}")
+    if not good:
+        raise UnsupportedModelError("this model", "; ".join(reasons) or f"there is no attention backend called {wanted!r}")
+    if device.type == "cuda" and not isinstance(good[0], FlashBackend) and wanted is None:
+        logger.warning("attention is computed by %s, without a flash kernel: %s", good[0].name, "; ".join(reasons))
+    kernels = [backend for backend in good if isinstance(backend, FlashBackend)]  # a trial may find one wrong
+    return [*kernels, *[backend for backend in good if backend not in kernels][:1]]
 
 
 def _try(model: PreTrainedModel, way: Way, page_size: int) -> float:

@@ -12,6 +12,7 @@ All rows write before any row reads, so a row may read pages that another row of
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,6 +40,7 @@ class GroupBatch:
     starts: torch.Tensor  # int32 [B]
     row_starts: list[int]
     row_lengths: list[int]
+    prepared: Any = None  # what the backend's `prepare` made of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,10 @@ class Backend(Protocol):
         """Why this backend cannot serve a layer that the survey describes; None when it can."""
         ...
 
+    def prepare(self, inputs: StepInputs, page_size: int, decode_width: int) -> Sequence[Any] | None:
+        """What the layers of each group will need of this step, computed once. `decode_width`: pages of a short request."""
+        ...
+
     def write_and_attend(
         self,
         query: torch.Tensor,
@@ -75,7 +81,7 @@ class Backend(Protocol):
         ...
 
 
-def group_batches(inputs: StepInputs, page_size: int) -> list[GroupBatch]:
+def group_batches(inputs: StepInputs, page_size: int, prepared: Sequence[Any] | None = None) -> list[GroupBatch]:
     """The step for each layer group."""
     slots = inputs.slots.long()
     blocks, offsets = slots // page_size, slots % page_size
@@ -89,6 +95,7 @@ def group_batches(inputs: StepInputs, page_size: int) -> list[GroupBatch]:
             starts=inputs.starts,
             row_starts=inputs.row_starts,
             row_lengths=inputs.row_lengths,
+            prepared=None if prepared is None else prepared[g],
         )
         for g in range(inputs.slots.shape[0])
     ]
@@ -99,9 +106,11 @@ class PagedAttention:
     it.
     """
 
-    def __init__(self, cache: KVCache, backend: Backend, layer_of: dict[int, int]) -> None:
-        """`layer_of`: id of an attention module → the layer index under which its pages are kept."""
-        self.name = f"cb_ray_{backend.name}_{next(_numbers)}"
+    def __init__(self, cache: KVCache, backend: Backend, layer_of: dict[int, int], decode_width: int = 32) -> None:
+        """`layer_of`: id of an attention module → the layer index under which its pages are kept. `decode_width`: see `prepare`."""
+        shown = backend.name.replace("flash_attention_", "fa")  # transformers looks for "flash" inside names
+        self.name = f"cb_ray_{shown}_{next(_numbers)}"
+        self._decode_width = decode_width
         self.backend = backend
         self._cache = cache
         self._layer_of = layer_of
@@ -109,7 +118,8 @@ class PagedAttention:
         AttentionInterface.register(self.name, self._forward)
 
     def begin(self, inputs: StepInputs) -> None:
-        self._groups = group_batches(inputs, self._cache.layout.page_size)
+        page_size = self._cache.layout.page_size
+        self._groups = group_batches(inputs, page_size, self.backend.prepare(inputs, page_size, self._decode_width))
 
     def end(self) -> None:
         self._groups = []

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from .attention import Extras, GroupBatch
+from .inputs import StepInputs
 from .kv_cache import LayerPages
 from .survey import AttentionSite
 
@@ -40,6 +41,9 @@ def gather(pages: LayerPages, table: torch.Tensor, first: int, end: int) -> tupl
 
 class _RowByRow:
     """Writing, and walking the rows of a step; the attention itself is the subclass's."""
+
+    def prepare(self, inputs: StepInputs, page_size: int, decode_width: int) -> None:
+        """Nothing: rows are read as the host knows them."""
 
     def write_and_attend(
         self,

@@ -41,6 +41,7 @@ class StepInputs:
     tables: torch.Tensor  # [G, B, T]
     row_starts: list[int]
     row_lengths: list[int]
+    fixed: bool = False  # the tensors' shapes are the step's, their contents and the two lists change: see graphs.py
 
     @property
     def num_rows(self) -> int:

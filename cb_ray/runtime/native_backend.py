@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .attention import Extras, GroupBatch
+from .inputs import StepInputs
 from .kv_cache import LayerPages
 from .native import NativeOps, Unavailable, load
 from .survey import AttentionSite
@@ -34,6 +35,9 @@ class NativeBackend:
                 return ops.reason
             self._ops = ops
         return None
+
+    def prepare(self, inputs: StepInputs, page_size: int, decode_width: int) -> None:
+        """Nothing: the kernels read the step's tensors as they are."""
 
     def write_and_attend(
         self,
