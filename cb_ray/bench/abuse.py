@@ -33,6 +33,7 @@ _ODD: tuple[Any, ...] = (
     0,
     1,
     2**31,
+    1e-320,
     2**63,
     -(2**70),
     1e308,
@@ -137,18 +138,28 @@ def _unchunked(content: bytes) -> bytes:
     return content
 
 
+def _inner_fields(schema: Any, parts: dict[str, Any]) -> list[str]:
+    """The fields of the objects that a field's schema allows, one level down."""
+    found: set[str] = set()
+    for one in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        if "$ref" in one:
+            found.update(parts[one["$ref"].rpartition("/")[2]].get("properties", ()))
+    return sorted(found)
+
+
 class Malformer:
     """Malformed requests, one after another. `schema` is the server's own description."""
 
     def __init__(self, target: Target, schema: dict[str, Any], seed: int) -> None:
         self._target, self._dice = target, random.Random(seed)
         parts = schema["components"]["schemas"]
-        self._fields: dict[str, list[str]] = {}
+        self._fields: dict[str, dict[str, list[str]]] = {}  # path → field → the fields of its objects, if it has objects
         for path, operations in schema["paths"].items():
             body = operations.get("post", {}).get("requestBody")
             if body is not None:
                 name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-                self._fields[path] = sorted(parts[name]["properties"])
+                fields = parts[name]["properties"]
+                self._fields[path] = {field: _inner_fields(fields[field], parts) for field in sorted(fields)}
         self._paths = list(schema["paths"])
 
     def next(self) -> bytes:
@@ -190,10 +201,14 @@ class Malformer:
         for _ in range(self._dice.randint(1, 3)):
             name = self._dice.choice([*self._fields[path], self._word()])
             if name not in ("max_tokens", "max_new_tokens", "max_output_tokens", "max_completion_tokens", "n", "ignore_eos"):
-                body[name] = self._odd()
+                inner = self._fields[path].get(name)
+                body[name] = self._odd_object(inner) if inner and self._dice.random() < 0.7 else self._odd()
             else:  # a good but endless request would measure the model, not the door
                 body[name] = self._dice.choice([-1, 0, 1, 2, "2", None, [], 2**40])
         return self._post(path, json.dumps(body).encode())
+
+    def _odd_object(self, fields: list[str]) -> dict[str, Any]:
+        return {self._dice.choice(fields): self._odd() for _ in range(self._dice.randint(1, 2))}
 
     def _odd(self, depth: int = 0) -> Any:
         roll = self._dice.random()
@@ -227,7 +242,7 @@ class Malformer:
         opening, closing = self._dice.choice([("[", "]"), ('{"a":', "}")])
         value = opening * depth + "1" + closing * (depth if self._dice.random() < 0.7 else 0)
         path = self._dice.choice(list(self._fields))
-        name = self._dice.choice(self._fields[path])
+        name = self._dice.choice(list(self._fields[path]))
         return self._post(path, f'{{"model": {json.dumps(self._target.model)}, "{name}": {value}}}'.encode())
 
     def _odd_http(self) -> bytes:

@@ -19,6 +19,7 @@ import torch
 from ..core.plan import Row, StepResult
 from ..messages import SamplingParams, TopLogprobs
 from .native.choosing import choose as native_choose
+from .native.choosing import divisor
 
 _CANDIDATES = 1024  # top-p looks at this many best tokens first; the whole vocabulary is sorted only if they do not suffice
 
@@ -163,7 +164,7 @@ def warp(scores: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Ten
     always keeps the `min_tokens_to_keep` best (as transformers' processors do).
     """
     device = scores.device
-    temperature = torch.tensor([p.temperature for p in samplings], dtype=torch.float32, device=device)[:, None]
+    temperature = torch.tensor([divisor(p) for p in samplings], dtype=torch.float32, device=device)[:, None]
     scores = scores / temperature
     vocab = scores.shape[1]
     top_k = [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in samplings]
@@ -195,7 +196,7 @@ def _truncate(scores: torch.Tensor, samplings: Sequence[SamplingParams], top_k: 
         kept = scores.sort(dim=-1, descending=True).values  # a flat distribution: the candidates hold too little of it
         mass = (kept - total).exp().cumsum(dim=-1)
     before = mass - (kept - total).exp()  # probability of everything more likely
-    fewest = torch.tensor([p.min_tokens_to_keep for p in samplings], device=scores.device)[:, None]
+    fewest = torch.tensor([min(p.min_tokens_to_keep, vocab) for p in samplings], device=scores.device)[:, None]
     ranks = torch.arange(kept.shape[1], device=scores.device)
     keep = ((before < top_p) | (top_p >= 1.0) | (ranks < fewest)) & (kept > -torch.inf)
     lowest = torch.where(keep, kept, torch.inf).amin(dim=-1, keepdim=True)

@@ -130,6 +130,34 @@ def test_what_one_row_asks_for_changes_no_other_row() -> None:
     assert sample(scores[:3].float(), plain, [0, 1, 2]).token_ids == alone
 
 
+HUGE = [2**31, 2**63, 2**70]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    params=st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 5e-324, 1e-40, 1e-30, 1.0, 1e30, 1e308]),
+        top_k=st.sampled_from([-1, 0, 1, 3, *HUGE]),
+        top_p=st.sampled_from([5e-324, 1e-10, 0.5, 1.0]),
+        min_p=st.sampled_from([0.0, 5e-324, 1.0]),
+        min_tokens_to_keep=st.sampled_from([1, 2, *HUGE]),
+        repetition_penalty=st.sampled_from([5e-324, 1.0, 1e308]),
+        min_tokens=st.sampled_from([0, *HUGE]),
+        seed=st.sampled_from([None, -(2**70), *HUGE]),
+        logprobs=st.sampled_from([None, 0, 20]),
+    )
+)
+def test_no_number_in_a_request_fails_a_step(params) -> None:
+    """A top_k of 2**63 ended the engine and every request in it: whatever a request asks for, the row beside it gets its token."""
+    beside = row(SamplingParams(seed=5), seed=5)
+    scores = logits(3, 2)
+    alone = sample(scores[1:], [beside], [0]).token_ids
+    found = sample(scores, [row(params, history=[1, 2, 3], num_prompt=2), beside], [0, 1])
+    assert found.token_ids[1:] == alone
+    assert 1 not in found.errors
+
+
 def test_the_numbers_are_uniform_and_independent_of_company() -> None:
     """Means, spread and neighbouring seeds or indices look random; a number is a pure function of (seed, index)."""
     numbers = uniforms([s for s in range(200) for _ in range(200)], [i for _ in range(200) for i in range(200)]).view(200, 200)

@@ -29,15 +29,16 @@ def choose(
         return None
     if all(params.greedy for params in samplings):
         return ops.greatest(logits)
-    temperature, top_p, min_p = _floats(samplings, "temperature"), _floats(samplings, "top_p"), _floats(samplings, "min_p")
-    for s, params in enumerate(samplings):
-        if params.greedy:
-            temperature[s] = 0.0
-    top_k = np.fromiter((max(0, params.top_k) for params in samplings), np.int32, len(samplings))
-    fewest = np.fromiter((params.min_tokens_to_keep for params in samplings), np.int32, len(samplings))
+    vocab, count = logits.shape[1], len(samplings)  # more tokens than there are is all of them, however large the number
+    temperature = np.fromiter((0.0 if params.greedy else divisor(params) for params in samplings), np.float32, count)
+    top_k = np.fromiter((min(max(0, params.top_k), vocab) for params in samplings), np.int32, count)
+    fewest = np.fromiter((min(params.min_tokens_to_keep, vocab) for params in samplings), np.int32, count)
+    top_p = np.fromiter((params.top_p for params in samplings), np.float32, count)
+    min_p = np.fromiter((params.min_p for params in samplings), np.float32, count)
     vectors = [torch.from_numpy(vector) for vector in (temperature, top_k, top_p, min_p, fewest)]
     return ops.sample(logits, *vectors, numbers)
 
 
-def _floats(samplings: Sequence[SamplingParams], name: str) -> np.ndarray:
-    return np.fromiter((getattr(params, name) for params in samplings), np.float32, len(samplings))
+def divisor(params: SamplingParams) -> float:
+    """What logits are divided by: the temperature, within what leaves them numbers. Beyond, it is as good as 0 or without end."""
+    return min(max(params.temperature, 1e-30), 1e30)
