@@ -77,11 +77,13 @@ def build_http_app(
     settings: DoorSettings | None = None,
     pool: PoolView | None = None,
     store: Responses | None = None,
+    gate: TenantGate | None = None,
 ) -> FastAPI:
     """The ASGI application that serves `model` with tokens from `source`. `pool` keeps places and explains decisions; `store` keeps
-    responses (by default in this process). Raises ConfigError for keys that cannot be read."""
+    responses (by default in this process); `gate` counts what tenants use, and may be that of other models' applications too.
+    Raises ConfigError for keys that cannot be read."""
     settings = settings or DoorSettings()
-    door = Door(model, source, settings, pool, store)
+    door = Door(model, source, settings, pool, store, gate)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -109,11 +111,12 @@ class Door:
         settings: DoorSettings,
         pool: PoolView | None = None,
         store: Responses | None = None,
+        gate: TenantGate | None = None,
     ) -> None:
         self.model, self.settings = model, settings
         self.metrics = Metrics(model.name, vllm_names=settings.vllm_metric_names)
         self.keyring = Keyring(settings.api_keys, settings.api_keys_file)
-        self.gate = TenantGate(settings.num_routers)
+        self.gate = gate or TenantGate(settings.num_routers)
         self.tracing = Tracing()  # off, unless who builds the door sets another
         self._pool = pool
         self._answerer = Answerer(source, self.metrics, settings, pool)

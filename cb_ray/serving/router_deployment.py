@@ -38,6 +38,7 @@ from .response_store import STORE, Responses, ResponseStore, StoreClient
 from .served_model import ServedModel
 from .settings import DoorSettings
 from .steady_source import SteadySource
+from .tenants import TenantGate
 from .token_pipe import PipeInlet
 from .tracing import Tracing
 
@@ -70,10 +71,11 @@ class Router:
         common = next(iter(apps))  # what the Router itself goes by is the same in all
         loaded = [served(args) for args in apps]
         store = shared_store(common) or own_store(common)
+        gate = TenantGate(common.router.num_replicas)
         self._desks: dict[str, Desk] = {}
         for args, model, engine in zip(apps, loaded, engines, strict=True):
             beside = tuple(other for other in loaded if other is not model)
-            self._desks[model.name] = desk(args, replace(model, beside=beside), engine, store)
+            self._desks[model.name] = desk(args, replace(model, beside=beside), engine, store, gate)
         first = next(iter(self._desks.values()))
         self.model, self.http = first.model, first.http
         if len(apps) > 1:
@@ -129,13 +131,15 @@ def served(args: AppArgs) -> ServedModel:
     return replace(model, max_prompt_tokens=args.router.max_prompt_tokens)
 
 
-def desk(args: AppArgs, model: ServedModel, engine: DeploymentHandle, store: Responses | None) -> Desk:
+def desk(
+    args: AppArgs, model: ServedModel, engine: DeploymentHandle, store: Responses | None, gate: TenantGate | None = None
+) -> Desk:
     """A model's door in front of its engines."""
     moved: list[Metrics] = []
     steady = SteadySource(HandleSource(engine, inlet_of(args)), args.router.max_failovers, lambda: moved[0].failovers.inc())
     source = recorded(steady, args.request_log)
     pool = view_of(engine.app_name, engine.deployment_name)
-    http = build_http_app(model, source, door_settings(args), pool, store)
+    http = build_http_app(model, source, door_settings(args), pool, store, gate)
     if args.router.admin_api:
         add_admin_routes(http, pool)
     door = http.state.door

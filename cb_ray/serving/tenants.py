@@ -160,7 +160,7 @@ def _written_digest(key: str) -> bytes:
 
 
 class TenantGate:
-    """What each tenant uses of its limits, in one Router. With several Routers each lets through its share.
+    """What each tenant uses of its limits in one Router, over all models. With several Routers each lets through its share.
 
     A tenant's requests come through while its bucket holds one, which fills at its rate, and while fewer than its bound run.
     """

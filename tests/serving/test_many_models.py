@@ -16,6 +16,7 @@ from cb_ray.serving.args import parse_models
 from cb_ray.serving.http import build_http_app
 from cb_ray.serving.many_models import merged, several
 from cb_ray.serving.settings import DoorSettings
+from cb_ray.serving.tenants import TenantGate
 from tests.serving.doors import FakeSource, make_model
 
 SAYS = {"first": "I am the first", "second/one": "and I the second"}
@@ -43,17 +44,20 @@ REPLICA = {"leases": 1, "stalled": 0, "owed_s": 0.25, "cache_used": 0.0}
 
 
 @contextlib.asynccontextmanager
-async def door(keys: tuple[str, ...] = (), **fails: Exception) -> AsyncGenerator[tuple[httpx.AsyncClient, dict[str, FakeSource]]]:
+async def door(
+    keys: tuple[str, ...] = (), file: str | None = None, **fails: Exception
+) -> AsyncGenerator[tuple[httpx.AsyncClient, dict[str, FakeSource]]]:
     models = {name: make_model(name=name) for name in SAYS}
     sources = {
         name: FakeSource(codec=model.codec, says=SAYS[name], fails=fails.get(name.partition("/")[0]))
         for name, model in models.items()
     }
-    doors = {}
+    doors, gate = {}, TenantGate()
     for name, model in models.items():
         beside = tuple(other for other in models.values() if other is not model)
         kept: Any = FakePool(name)
-        doors[name] = build_http_app(make_model(name=name, beside=beside), sources[name], DoorSettings(api_keys=keys), pool=kept)
+        settings = DoorSettings(api_keys=keys, api_keys_file=file)
+        doors[name] = build_http_app(make_model(name=name, beside=beside), sources[name], settings, pool=kept, gate=gate)
     app = several(doors, max_body_bytes=10_000, body_timeout_s=5)
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://door") as client:
@@ -113,6 +117,21 @@ def test_nothing_is_read_of_a_caller_without_a_key():
             asked = {"model": "second/one", "prompt": "Who?"}
             answer = await http.post("/v1/completions", json=asked, headers={"Authorization": "Bearer secret"})
             assert answer.status_code == 200 and len(sources["second/one"].requests) == 1
+
+    asyncio.run(story())
+
+
+def test_a_tenants_limits_hold_for_all_models_together(tmp_path):
+    """A tenant with a rate of 6 a minute could send so many to each model; now what one model took the other has not."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("tenants: [{name: a, api_keys: [secret], requests_per_minute: 6}]")
+
+    async def story() -> None:
+        async with door(file=str(file)) as (client, _):
+            client.headers["Authorization"] = "Bearer secret"
+            bodies = [{"model": name, "prompt": "Hi", "max_tokens": 1} for name in SAYS]
+            answers = [await client.post("/v1/completions", json=body) for body in bodies]
+            assert [answer.status_code for answer in answers] == [200, 429]
 
     asyncio.run(story())
 
