@@ -48,6 +48,7 @@ _ODD: tuple[Any, ...] = (
     [None],
     {"": {}},
 )
+_BOUNDS = ("max_tokens", "max_new_tokens", "max_output_tokens", "max_completion_tokens", "n", "ignore_eos")
 _WORDS = ("type", "text", "role", "user", "assistant", "tool", "content", "function", "name", "auto", "json_schema", "id")
 
 
@@ -200,11 +201,11 @@ class Malformer:
         body = self._good(path)
         for _ in range(self._dice.randint(1, 3)):
             name = self._dice.choice([*self._fields[path], self._word()])
-            if name not in ("max_tokens", "max_new_tokens", "max_output_tokens", "max_completion_tokens", "n", "ignore_eos"):
+            if name not in _BOUNDS:
                 inner = self._fields[path].get(name)
                 body[name] = self._odd_object(inner) if inner and self._dice.random() < 0.7 else self._odd()
             else:  # a good but endless request would measure the model, not the door
-                body[name] = self._dice.choice([-1, 0, 1, 2, "2", None, [], 2**40])
+                body[name] = self._dice.choice([-1, 0, 1, 2, "2", [], 2**40])
         return self._post(path, json.dumps(body).encode())
 
     def _odd_object(self, fields: list[str]) -> dict[str, Any]:
