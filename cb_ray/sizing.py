@@ -32,6 +32,7 @@ _MOST_BLOCKS = 1 << 18  # the host keeps a record of each; a model whose pages a
 _FEWEST_BATCH_TOKENS = 256
 _FEWEST_REQUESTS = 16
 _MOST_REQUESTS = 1024
+MOST_GRAPHS = 96  # captured passes that an engine keeps at a time
 _MARGINS = {"fifo": 0.15, "prefill_first": 0.0, "priority": 0.15}
 _LEVELS = {
     1: CompileConfig(mode="default", dynamic=True),
@@ -52,6 +53,7 @@ class ModelFacts:
     device_type: str = "cpu"
     has_streams: bool = False  # whether steps may overlap (cuda, xpu)
     has_graphs: bool = False
+    graph_bytes: int = 0  # of one captured graph, beside what its step needs
     has_decode_path: bool = False  # a kernel that reads pages through a block table, for steps of single tokens
     is_masked: bool = True  # attention needs a mask, so graphs and overlap do not pay by themselves
     page_multiple: int = 1  # the attention kernel wants pages of a multiple of this many tokens
@@ -100,14 +102,17 @@ def resolve(
     sector = math.lcm(*(page_size * size for size in model.group_bytes_per_token)) if model.group_bytes_per_token else page_size
     offload = _offload_bytes(wish, model, machine, notes)
     free = machine.free_bytes - (offload if model.device_type == "cpu" else 0)
-    budget = int(free * _share(wish, model))
+    varlen_graphs, decode_graphs = _graphs(wish, model, notes)
+    graph_bytes = model.graph_bytes * MOST_GRAPHS if varlen_graphs or decode_graphs else 0
+    budget = int(free * _share(wish, model)) - graph_bytes
     room = _divide(wish, model, hints, budget, sector, page_size, num_blocks)
     blocks = room.sectors * sector // max(1, page_size * model.bytes_per_token) if model.bytes_per_token else 0
-    varlen_graphs, decode_graphs = _graphs(wish, model, notes)
     varlen, decode = _compile(wish, model, compile_fallback, notes)
     cache = (room.sectors + 1) * sector if model.bytes_per_token else 0
     spending = [("KV cache", cache), ("step: activations and indices", room.batch_tokens * _token_bytes(model))]
     spending.append(("step: logits", room.workspace - room.batch_tokens * _token_bytes(model)))
+    if graph_bytes:
+        spending.append(("graphs", graph_bytes))
     if model.state_bytes_per_request:
         spending.append(("states of running requests", room.requests * model.state_bytes_per_request))
     return EngineFacts(
@@ -137,7 +142,7 @@ def resolve(
         cpu_group_timeout=math.inf if wish.cpu_group_timeout is None else float(wish.cpu_group_timeout),
         cpu_offload_bytes=offload,
         cache_bytes=cache,
-        available_bytes=budget,
+        available_bytes=budget + graph_bytes,
         spending=tuple(spending),
         notes=tuple(notes),
     )

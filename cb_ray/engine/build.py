@@ -24,7 +24,9 @@ from ..core.engine_core import EngineCore
 from ..core.layout import CacheLayout
 from ..core.request import RequestLimits
 from ..runtime.grammar import GrammarCompiler, GrammarMasks
+from ..runtime.graphs import CudaRecorder, Recorder, Sizes
 from ..runtime.hidden_states import HiddenStates
+from ..runtime.inputs import Padded
 from ..runtime.kv_cache import KVCache
 from ..runtime.model_runner import EvalMode, ModelRunner
 from ..runtime.orders import Follower, Orders
@@ -36,10 +38,13 @@ from .kept_way import kept_way
 from .machine import least, measure
 from .parts import EngineParts
 from .processors import transformers_processors
+from .profile import profiled
 from .sampling_config import token_ids
 from .ways import Running, Way, find_way, long_from, max_length
 
 logger = logging.getLogger(__name__)
+_MOST_WIDTHS = 16  # graphs serve requests up to this many times as long as a short one
+_GRAPH_BYTES_PER_LAYER = 64 * 2**10  # what a graph keeps of its kernels; reckoned, not measured
 
 
 def build(
@@ -102,8 +107,13 @@ def _assemble(
     owned: bool,
 ) -> EngineParts:
     """Everything after the model was tried: measured, sized and allocated anew each time."""
+    recorder = graph_recorder(model.device) if way.static and not long_from(model) else None
+    if ranks is not None and not any(config.cuda_graph_booleans):
+        recorder = None  # what a rank captures alone, others wait for; only where it is asked for
+    sized = _model_facts(model, way, has_graphs=recorder is not None)
+    if model.device.type == "cuda" and way.pages and ranks is None:
+        sized = replace(sized, activation_bytes_per_token=profiled(model, way, config))
     machine = measure(model.device)
-    sized = _model_facts(model, way)
 
     def settle() -> EngineFacts:
         return resolve(config, sized, machine, hints=hints, entropy=secrets.randbits(62), compile_fallback=None)
@@ -120,12 +130,6 @@ def _assemble(
     cache = None
     if way.pages:
         cache = KVCache(layout, dtype=model.dtype, device=model.device, num_host_sectors=host_sectors)
-    orders = Orders(ranks, owned=owned) if ranks is not None and ranks.is_leader else None
-    forward = way.make(cache, ranks, orders, Running(decode_width=facts.max_blocks_per_request))
-    runner = ModelRunner(forward, model.device, processors, EvalMode(model), GrammarMasks(grammars), HiddenStates(_head(model)))
-    follower = None
-    if ranks is not None and not ranks.is_leader:
-        follower = Follower(ranks, runner, cast("PackedForward", forward))
     longest = max_length(model)
     limits = RequestLimits(
         vocab_size=_input_vocabulary(model, way),
@@ -134,6 +138,14 @@ def _assemble(
         page_size=facts.page_size,
         long_from=long_from(model),
     )
+    orders = Orders(ranks, owned=owned) if ranks is not None and ranks.is_leader else None
+    forward = way.make(cache, ranks, orders, _running(facts, limits, recorder))
+    depth = 2 if facts.use_async_batching and way.pages else 1
+    masks, hidden = GrammarMasks(grammars), HiddenStates(_head(model))
+    runner = ModelRunner(forward, model.device, processors, EvalMode(model), masks, hidden, depth)
+    follower = None
+    if ranks is not None and not ranks.is_leader:
+        follower = Follower(ranks, runner, cast("PackedForward", forward))
     core = EngineCore(facts=facts, layout=layout, limits=limits, num_host_sectors=host_sectors)
     rebuild = partial(_assemble, model, way, config, hints, processors, grammars, ranks, owned)
     summary = _summary(model, way, facts)
@@ -193,7 +205,44 @@ def _input_vocabulary(model: PreTrainedModel, way: Way) -> int:
     return int(getattr(embeddings, "num_embeddings", way.vocab_size))
 
 
-def _model_facts(model: PreTrainedModel, way: Way) -> ModelFacts:
+def graph_recorder(device: torch.device) -> Recorder | None:
+    """What captures graphs on a device; None: nothing does."""
+    return CudaRecorder() if device.type == "cuda" else None
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether the device's work runs beside the host's."""
+    return device.type == "cuda"
+
+
+def _running(facts: EngineFacts, limits: RequestLimits, recorder: Recorder | None) -> Running:
+    """How steps are run: what is captured and compiled."""
+    page, width = facts.page_size, facts.max_blocks_per_request
+    graphs = None
+    if recorder is not None and (facts.use_decode_graphs or facts.use_varlen_graphs):
+        longest = -(-min(limits.max_length, limits.max_cached_tokens) // page)
+        sizes = Sizes(
+            varlen=facts.use_varlen_graphs,
+            decode=facts.use_decode_graphs,
+            decode_width=max(1, width),
+            full_width=min(longest, _MOST_WIDTHS * max(1, width)),
+            max_rows=facts.max_requests_per_batch,
+            q_interval=facts.q_padding_interval,
+            kv_pages=max(1, facts.kv_padding_interval // page),
+            page_size=page,
+        )
+        graphs = (sizes, recorder)
+    tokens, rows = facts.max_batch_tokens, facts.max_requests_per_batch
+    return Running(
+        decode_width=width,
+        graphs=graphs,
+        varlen_compile=facts.varlen_compile,
+        decode_compile=facts.decode_compile,
+        largest=Padded(tokens, rows, rows, -(-tokens // page)),
+    )
+
+
+def _model_facts(model: PreTrainedModel, way: Way, *, has_graphs: bool) -> ModelFacts:
     itemsize = model.dtype.itemsize
     text: Any = model.config.get_text_config(decoder=True)  # pyright: ignore[reportUnknownMemberType]
     hidden = int(getattr(text, "hidden_size", 0) or getattr(text, "n_embd", 0) or 1024)
@@ -204,8 +253,9 @@ def _model_facts(model: PreTrainedModel, way: Way) -> ModelFacts:
         activation_bytes_per_token=itemsize * (4 * hidden + 3 * inner + 2 * kv),
         logits_bytes_per_row=way.vocab_size * (itemsize + 4),
         device_type=model.device.type,
-        has_streams=False,
-        has_graphs=False,
+        has_streams=way.pages and overlaps(model.device),
+        has_graphs=has_graphs,
+        graph_bytes=len(way.layers) * _GRAPH_BYTES_PER_LAYER,
         has_decode_path=way.static,
         is_masked=way.masked,
         page_multiple=way.page_multiple,

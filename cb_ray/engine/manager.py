@@ -308,7 +308,7 @@ class ContinuousBatchingManager(RequestSide):
         parts = self._parts or self._rebuild()
         parts.runner.install()
         try:
-            parts.runner.warmup()
+            parts.runner.warmup(progress=logger.isEnabledFor(logging.INFO))
         finally:
             parts.runner.restore()
         self.warmed_up = True

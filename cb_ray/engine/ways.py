@@ -20,7 +20,10 @@ from ..errors import UnsupportedModelError
 from ..runtime import flash_kernels
 from ..runtime.attention import Backend, PagedAttention
 from ..runtime.backends import EagerBackend, SdpaBackend
+from ..runtime.compilation import Calls, Keywords
 from ..runtime.flash_backend import FlashBackend
+from ..runtime.graphs import Graphs, Recorder, Sizes
+from ..runtime.inputs import Padded
 from ..runtime.kv_cache import KVCache
 from ..runtime.model_runner import Forward
 from ..runtime.native import NativeOps, load
@@ -47,6 +50,10 @@ class Running:
     """How a way's steps are run, once an engine is sized. The trial runs them plainly."""
 
     decode_width: int = 32  # pages of a request that counts as short; 0: no decode kernel
+    graphs: tuple[Sizes, Recorder] | None = None  # what is captured, and by what
+    varlen_compile: Keywords = ()
+    decode_compile: Keywords = ()
+    largest: Padded = Padded(1, 1, 1, 1)  # noqa: RUF009 (frozen) — the largest step: tokens, rows, and pages of the former
 
 
 class Make(Protocol):
@@ -172,8 +179,15 @@ def _packed(model: PreTrainedModel, seen: Survey, backend: Backend, modules: Nat
         cache: KVCache | None, ranks: Ranks | None = None, orders: Orders | None = None, running: Running | None = None
     ) -> Forward:
         assert cache is not None
-        attention = PagedAttention(cache, backend, layer_of, (running or Running()).decode_width)
-        return PackedForward(model, cache, attention, long_from(model), modules, ranks, orders)
+        how = running or Running()
+        attention = PagedAttention(cache, backend, layer_of, how.decode_width)
+        graphs = calls = None
+        if how.graphs is not None:
+            graphs = Graphs(*how.graphs, model.device, len(cache.layout.groups))
+        if how.varlen_compile or how.decode_compile:
+            attention.hide_from_compiler()
+            calls = Calls.compiled(model, how.varlen_compile, how.decode_compile, how.largest)
+        return PackedForward(model, cache, attention, long_from(model), modules, ranks, orders, graphs, calls)
 
     layers = tuple(site.spec for site in seen.sites)
     kernels = "" if modules is None else ", native modules"

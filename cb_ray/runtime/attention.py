@@ -117,6 +117,10 @@ class PagedAttention:
         self._groups: list[GroupBatch] = []
         AttentionInterface.register(self.name, self._forward)
 
+    def hide_from_compiler(self) -> None:
+        """What a step is is not among the arguments of a layer, so nothing here may be traced."""
+        AttentionInterface.register(self.name, torch.compiler.disable(self._forward))
+
     def begin(self, inputs: StepInputs) -> None:
         page_size = self._cache.layout.page_size
         self._groups = group_batches(inputs, page_size, self.backend.prepare(inputs, page_size, self._decode_width))

@@ -8,12 +8,17 @@ All integers of a step travel in one buffer, so a step costs one copy to the dev
     cu_q         B + 1     where each row's tokens begin in the packed sequence
     starts       B         tokens of the row that were in the cache before this step
     last         S         packed index of the last token of each row that samples
-    carry_to     C         packed index of each carried token
-    carry_from   C         the sampling row of the step before that holds it
     slots        G × Q     where each token's keys and values go: block * page_size + offset
     tables       G × B × T block of each page, 0 (trash) beyond a row's end
+    carry_to     C         packed index of each carried token
+    carry_from   C         the sampling row of the step before that holds it
 
-Q tokens, B rows, S sampling rows, C carried tokens, G layer groups, T pages of the longest row.
+Q tokens, B rows, S sampling rows, C carried tokens, G layer groups, T pages of the longest row. What is carried comes last: steps that
+are alike but for it have everything else at the same place.
+
+A step may be padded to larger sizes. Padding rows and tokens are as harmless as they can be: their tables and slots are the trash
+block's, padding entries of `last` name token 0, and nobody looks at what comes of them. Tokens without rows of their own (a step of
+chunks) belong to one padding row, so that every query has keys to attend to.
 """
 
 from __future__ import annotations
@@ -48,7 +53,29 @@ class StepInputs:
         return len(self.row_lengths)
 
 
-def pack(plan: BatchPlan, page_size: int, num_groups: int) -> tuple[np.ndarray, tuple[int, ...]]:
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Sizes that a step is padded to."""
+
+    tokens: int
+    rows: int
+    samples: int
+    width: int  # pages
+
+    @staticmethod
+    def of(sizes: tuple[int, ...]) -> Padded:
+        q, b, s, _, _, t = sizes
+        return Padded(q, b, s, t)
+
+
+def measure(plan: BatchPlan) -> Padded:
+    """The sizes of a step as it is."""
+    rows = plan.rows
+    width = max((len(table) for row in rows for table in row.tables), default=0)
+    return Padded(sum(row.length for row in rows), len(rows), sum(row.samples for row in rows), width)
+
+
+def pack(plan: BatchPlan, page_size: int, num_groups: int, padded: Padded | None = None) -> tuple[np.ndarray, tuple[int, ...]]:
     """The step's buffer (int32, one dimension) and the sizes (Q, B, S, C, G, T) that cut it."""
     rows = plan.rows
     lengths = np.fromiter((len(row.token_ids) for row in rows), np.int32, len(rows))
@@ -69,9 +96,39 @@ def pack(plan: BatchPlan, page_size: int, num_groups: int) -> tuple[np.ndarray, 
         table = _table([row.tables[g] for row in rows])
         tables.append(table)
         slots.append(table[row_of, positions // page_size] * page_size + positions % page_size)
-    parts = [ids, positions, cu_q, starts, last, carry_to, carry_from, *slots, *(table.ravel() for table in tables)]
-    sizes = (total, len(rows), len(last), len(carry_to), num_groups, tables[0].shape[1] if tables else 0)
+    width = tables[0].shape[1] if tables else 0
+    if padded is not None:
+        ids, positions, slots = (_longer(part, padded.tokens) for part in (ids, positions, np.stack(slots)))
+        cu_q, starts, last = _pad_rows(cu_q, padded), _longer(starts, padded.rows), _longer(last, padded.samples)
+        tables = [np.pad(t, ((0, padded.rows - len(rows)), (0, padded.width - width))) for t in tables]
+        total, width = padded.tokens, padded.width
+    parts = [ids, positions, cu_q, starts, last, *slots, *(table.ravel() for table in tables), carry_to, carry_from]
+    sizes = (total, len(cu_q) - 1, len(last), len(carry_to), num_groups, width)
     return np.concatenate(parts, dtype=np.int32, casting="unsafe"), sizes
+
+
+def blank(padded: Padded, num_groups: int) -> tuple[np.ndarray, tuple[int, ...]]:
+    """A step of nothing but padding."""
+    q, b, s, t = padded.tokens, padded.rows, padded.samples, padded.width
+    cu_q = _pad_rows(np.zeros(1, np.int32), padded)
+    host = np.zeros(2 * q + (b + 1) + b + s + num_groups * (q + b * t), np.int32)
+    host[2 * q : 2 * q + b + 1] = cu_q
+    return host, (q, b, s, 0, num_groups, t)
+
+
+def _longer(part: np.ndarray, size: int) -> np.ndarray:
+    """Zeros behind what there is, along the last dimension."""
+    before = [(0, 0)] * (part.ndim - 1)
+    return np.pad(part, [*before, (0, size - part.shape[-1])])
+
+
+def _pad_rows(cu_q: np.ndarray, padded: Padded) -> np.ndarray:
+    """Padding rows take the padding tokens: one each where there is one for each, else the first takes all."""
+    rows, tokens = len(cu_q) - 1, int(cu_q[-1])
+    more, left = padded.rows - rows, padded.tokens - tokens
+    assert more >= 0 and left >= 0 and (more or not left), "a step does not fit the sizes that it is padded to"
+    ends = tokens + np.arange(1, more + 1) if left == more else np.full(more, padded.tokens)
+    return np.concatenate([cu_q, ends.astype(np.int32)])
 
 
 def _table(tables: list) -> np.ndarray:
@@ -86,8 +143,8 @@ def _table(tables: list) -> np.ndarray:
 def unpack(buffer: torch.Tensor, host: np.ndarray, sizes: tuple[int, ...]) -> StepInputs:
     """Cut a packed buffer, wherever it lies, into the tensors of a step. No copy. `host` is the same buffer on the host."""
     q, b, s, c, g, t = sizes
-    ids, positions, cu_q, starts, last, carry_to, carry_from, slots, tables = buffer.split(
-        [q, q, b + 1, b, s, c, c, g * q, g * b * t]
+    ids, positions, cu_q, starts, last, slots, tables, carry_to, carry_from = buffer.split(
+        [q, q, b + 1, b, s, g * q, g * b * t, c, c]
     )
     bounds = host[2 * q : 2 * q + b + 1]
     return StepInputs(

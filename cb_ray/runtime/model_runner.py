@@ -7,17 +7,18 @@ Knows plans and results; no request, no scheduler, no clock. `submit` starts a s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ..core.plan import BatchPlan, StepResult
+from ..core.plan import BatchPlan, Row, StepResult
 from ..messages import TopLogprobs
 from .grammar import GrammarMasks
 from .hidden_states import HiddenStates, embeddings
-from .sampling import Processor, prompt_logprobs, sample
+from .sampling import Processor, Sampled, choose_tokens, prompt_logprobs
+from .streams import ComputeStream
 
 
 class Forward(Protocol):
@@ -27,6 +28,7 @@ class Forward(Protocol):
     def restore(self) -> None: ...
     def reload(self) -> None: ...
     def close(self) -> None: ...
+    def warmup(self, progress: bool) -> None: ...
     def run(self, plan: BatchPlan, sampled: torch.Tensor | None, every_token: bool) -> torch.Tensor: ...
 
 
@@ -35,7 +37,21 @@ class Ticket:
     """A step under way."""
 
     plan: BatchPlan
-    result: StepResult
+    pending: Pending
+    done: Any = None  # the device's event after the step's last copy to the host
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What a step has sampled, perhaps still on its way to the host."""
+
+    sampled: Sampled | None = None
+    rows: Sequence[Row] = ()  # those that sample, as they were sampled
+    errors: dict[int, Exception] = field(default_factory=dict[int, Exception])
+    prompt_logprobs: dict[int, tuple[list[float], list[TopLogprobs]]] = field(
+        default_factory=dict[int, tuple[list[float], list[TopLogprobs]]]
+    )
+    embeddings: dict[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
 
 
 class EvalMode:
@@ -59,9 +75,11 @@ class EvalMode:
 
 
 class ModelRunner:
-    """The engine's hands: one forward pass and one sampling a step."""
+    """The engine's hands: one forward pass and one sampling a step.
 
-    depth = 1
+    With depth 2 step N + 1 may be submitted before step N is collected; on a GPU it then runs while the host takes in what N
+    sampled and plans N + 2. All device work is on one stream, in the order of `submit`.
+    """
 
     def __init__(
         self,
@@ -71,23 +89,28 @@ class ModelRunner:
         mode: EvalMode | None = None,
         grammars: GrammarMasks | None = None,
         hidden: HiddenStates | None = None,
+        depth: int = 1,
     ) -> None:
+        self.depth = depth
         self._forward = forward
         self._mode = mode
         self._device = device
         self._processors = tuple(processors)
         self._grammars = grammars
         self._hidden = hidden or HiddenStates(None)
+        self._stream = ComputeStream.of(device)
         self._sampled: torch.Tensor | None = None  # tokens of the last step, on the device, for the step after it
 
     def install(self) -> None:
         """Make the model ready for steps. Idempotent."""
         if self._mode is not None:
             self._mode.enter()
+        self._stream.begin()
         self._forward.install()
 
     def restore(self) -> None:
         """Give the model back as its owner knows it. Idempotent."""
+        self._stream.end()
         self._forward.restore()
         if self._mode is not None:
             self._mode.leave()
@@ -97,27 +120,46 @@ class ModelRunner:
         self._forward.reload()
 
     def warmup(self, progress: bool = False) -> None:
-        """Nothing to prepare: eager torch code has no shapes to compile."""
+        """Run what compiles or captures; `progress` shows a bar."""
+        with self._stream, torch.inference_mode():
+            self._forward.warmup(progress)
+        self._stream.synchronize()
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._stream.synchronize()
 
     def close(self) -> None:
         self.restore()
         self._forward.close()
 
     def submit(self, plan: BatchPlan) -> Ticket:
-        """Run one step. Raises whatever the model raises; the cache's contents are then not to be trusted."""
-        with torch.inference_mode():
-            return Ticket(plan, self._step(plan))
+        """Start one step. Raises whatever the model raises; the cache's contents are then not to be trusted."""
+        with self._stream, torch.inference_mode():
+            pending = self._step(plan)
+            return Ticket(plan, pending, self._stream.record())
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """The step's tokens on the host."""
-        return ticket.result
+        """The step's tokens on the host; waits for the device."""
+        if ticket.done is not None:
+            ticket.done.synchronize()
+        pending = ticket.pending
+        if pending.sampled is None:
+            return StepResult([], prompt_logprobs=pending.prompt_logprobs)
+        result = pending.sampled.result()
+        complete: frozenset[int] = frozenset()
+        if self._grammars is not None and any(row.sampling.grammar is not None for row in pending.rows):
+            index_of = pending.sampled.index_of
+            complete = frozenset(index_of[s] for s in self._grammars.advance(pending.rows, result.token_ids))
+        return replace(
+            result,
+            errors={**result.errors, **pending.errors},
+            complete=complete,
+            prompt_logprobs=pending.prompt_logprobs,
+            embeddings=pending.embeddings,
+        )
 
-    def _step(self, plan: BatchPlan) -> StepResult:
+    def _step(self, plan: BatchPlan) -> Pending:
         if self._grammars is not None:
             self._grammars.forget(plan.released)
         shown = any(row.sampling.prompt_logprobs is not None and row.start < row.num_prompt - 1 for row in plan.rows)
@@ -131,25 +173,20 @@ class ModelRunner:
             ends = torch.tensor([row.length for row in plan.rows]).cumsum(0) - 1
             logits = logits[ends[indices].to(logits.device)]
         if not indices:
-            return StepResult([], prompt_logprobs=found)
-        result = self._sample(logits, plan, indices)
-        self._sampled = torch.tensor(result.token_ids, dtype=torch.int32, device=self._device)
+            return Pending(prompt_logprobs=found)
+        rows: Sequence[Row] = [plan.rows[index] for index in indices]
+        errors: dict[int, Exception] = {}
+        if self._grammars is not None and any(row.sampling.grammar is not None for row in rows):
+            rows, wrong = self._grammars.apply(logits, rows)
+            errors = {indices[s]: error for s, error in wrong.items()}
+        sampled = choose_tokens(logits, rows, indices, self._processors)
+        self._sampled = sampled.tokens.to(self._device, torch.int32)
+        sampled.fetch()
+        vectors: dict[int, tuple[float, ...]] = {}
         if wants_hidden:
             vectors, wrong = embeddings(seen, plan, indices)
-            result = replace(result, embeddings=vectors, errors={**result.errors, **wrong})
-        return replace(result, prompt_logprobs=found) if found else result
-
-    def _sample(self, logits: torch.Tensor, plan: BatchPlan, indices: Sequence[int]) -> StepResult:
-        """Choose the tokens of the rows `indices` of the plan: logits [S, V], one row for each."""
-        rows = [plan.rows[index] for index in indices]
-        grammars = self._grammars
-        if grammars is None or not any(row.sampling.grammar is not None for row in rows):
-            return sample(logits, rows, indices, self._processors)
-        rows, wrong = grammars.apply(logits, rows)
-        result = sample(logits, rows, indices, self._processors)
-        complete = grammars.advance(rows, result.token_ids)
-        errors = {**result.errors, **{indices[s]: error for s, error in wrong.items()}}
-        return replace(result, errors=errors, complete=frozenset(indices[s] for s in complete))
+            errors |= wrong
+        return Pending(sampled, rows, errors, found, vectors)
 
 
 def _of_prompts(plan: BatchPlan, logits: torch.Tensor) -> dict[int, tuple[list[float], list[TopLogprobs]]]:

@@ -53,6 +53,9 @@ class OwnCacheForward:
     def reload(self) -> None:
         """Nothing is kept of the weights. Caches of running requests stay, as pages do."""
 
+    def warmup(self, progress: bool) -> None:
+        """Nothing is compiled or captured."""
+
     def close(self) -> None:
         self._states.clear()
 

@@ -13,17 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..core.layout import TRASH
 from ..core.plan import BatchPlan
 from .attention import PagedAttention
 from .attention_switch import AttentionSwitch
-from .inputs import StepInputs, pack, unpack
+from .compilation import Calls
+from .graphs import Graphs
+from .inputs import Padded, StepInputs, blank, measure, pack, unpack
 from .kv_cache import KVCache
 from .native.modules import NativeModules
 from .orders import Orders
 from .ranks import Ranks
+from .streams import Staging
 
 
 class PackedForward:
@@ -38,10 +42,13 @@ class PackedForward:
         modules: NativeModules | None = None,
         ranks: Ranks | None = None,
         orders: Orders | None = None,
+        graphs: Graphs | None = None,
+        calls: Calls | None = None,
     ) -> None:
         """`long_from`: requests of more tokens use the model's long-context rotary factors; 0: there are none.
 
         `ranks`: the model is divided among them; on the leader they learn through `orders` of everything that is done here.
+        `graphs`: steps that fit one are padded to it and replayed. `calls`: the compiled model, where it is compiled.
         """
         self._model = model
         self._cache = cache
@@ -52,6 +59,9 @@ class PackedForward:
         self._orders = orders
         self._switch = AttentionSwitch(model, attention.name)
         self._device = cache.flat.device
+        self._graphs = graphs
+        self._calls = calls or Calls(model, model)
+        self._staging = None if self._device.type == "cpu" else Staging(self._device, 1 << 16)
         parameters = inspect.signature(model.forward).parameters
         self._keeps_rows = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
@@ -100,20 +110,47 @@ class PackedForward:
         self._cache.move(plan)
 
     def execute(
-        self, host: np.ndarray, sizes: tuple[int, ...], every_token: bool, sampled: torch.Tensor | None = None
+        self,
+        host: np.ndarray,
+        sizes: tuple[int, ...],
+        every_token: bool,
+        sampled: torch.Tensor | None = None,
+        *,
+        plainly: bool = False,
     ) -> torch.Tensor:
-        """One pass over a packed buffer (`inputs.pack`): what `run` comes to, on every rank of the model."""
-        buffer = torch.from_numpy(host)
-        if self._device.type != "cpu":
-            buffer = buffer.pin_memory().to(self._device, non_blocking=True)
+        """One pass over a packed buffer (`inputs.pack`): what `run` comes to, on every rank of the model.
+
+        A buffer of the sizes of a graph is one's, unless it is to be run `plainly`.
+        """
+        if self._graphs is not None and not every_token and not plainly and self._graphs.has(sizes):
+            return self._graphs.run(host, sizes, lambda inputs: self._carry(inputs, sampled), lambda i: self._pass(i, False))
+        buffer = torch.from_numpy(host) if self._staging is None else self._staging.send(host)
         inputs = unpack(buffer, host, sizes)
-        if len(inputs.carry_to):
-            assert sampled is not None or self._ranks is not None, "a row carries a token and there was no step before"
-            if sampled is not None:
-                inputs.ids[inputs.carry_to.long()] = sampled[inputs.carry_from.long()]
-            if self._ranks is not None:
-                self._ranks.carry(inputs.ids)
+        self._carry(inputs, sampled)
         return self._pass(inputs, every_token)
+
+    def _carry(self, inputs: StepInputs, sampled: torch.Tensor | None) -> None:
+        """Fill in the tokens that the step before has sampled; on the device, known to no host."""
+        if not len(inputs.carry_to):
+            return
+        assert sampled is not None or self._ranks is not None, "a row carries a token and there was no step before"
+        if sampled is not None:
+            inputs.ids[inputs.carry_to.long()] = sampled[inputs.carry_from.long()]
+        if self._ranks is not None:
+            self._ranks.carry(inputs.ids)
+
+    def warmup(self, progress: bool) -> None:
+        """Run a step of padding through each graph and each compiled call, the largest first."""
+        rehearsals = self._calls.rehearsals() + (self._graphs.rehearsals() if self._graphs is not None else [])
+        for padded in tqdm(rehearsals, desc="warming up", unit="step", disable=not progress or not rehearsals):
+            self.rehearse(padded)
+
+    def rehearse(self, padded: Padded) -> None:
+        """One step of nothing but padding."""
+        host, sizes = blank(padded, len(self._cache.layout.groups))
+        if self._orders is not None:
+            self._orders.run(host, sizes, False)
+        self.execute(host, sizes, False)
 
     def _run_by_length(self, plan: BatchPlan, sampled: torch.Tensor | None, every_token: bool) -> torch.Tensor:
         """Rows of long and of short requests in two passes: the rotary factors follow the highest position of a pass.
@@ -144,12 +181,16 @@ class PackedForward:
             )
             plan = replace(plan, rows=(*plan.rows, row))
         layout = self._cache.layout
-        host, sizes = pack(plan, layout.page_size, len(layout.groups))
+        plainly = phantom or every_token or self._graphs is None or any(row.sampling.embed for row in plan.rows)
+        wanted = None if plainly or self._graphs is None else self._graphs.padding(measure(plan))
+        host, sizes = pack(plan, layout.page_size, len(layout.groups), wanted)
         if phantom:
             host[2 * sizes[0] - 1] = self._long_from  # the last position
         if self._orders is not None:
             self._orders.run(host, sizes, every_token)
-        logits = self.execute(host, sizes, every_token, sampled)
+        logits = self.execute(host, sizes, every_token, sampled, plainly=plainly)
+        if wanted is not None:
+            return logits[: sum(row.samples for row in plan.rows)]
         return logits[:-1] if phantom and every_token else logits
 
     def _pass(self, inputs: StepInputs, every_token: bool) -> torch.Tensor:
@@ -159,7 +200,7 @@ class PackedForward:
             keywords["logits_to_keep"] = wanted if len(wanted) else torch.zeros(1, dtype=torch.int64, device=self._device)
         self._attention.begin(inputs)
         try:
-            logits = self._model(input_ids=inputs.ids[None], use_cache=False, **keywords).logits[0]
+            logits = self._calls.of(inputs)(input_ids=inputs.ids[None], use_cache=False, **keywords).logits[0]
         finally:
             self._attention.end()
         return logits[: len(wanted)] if self._keeps_rows and not every_token else logits if every_token else logits[wanted]

@@ -12,6 +12,7 @@ replica. The logprob of a token is taken from the scores after all of the above,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -40,9 +41,52 @@ def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy((z >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
+@dataclass(slots=True)
+class Sampled:
+    """One step's tokens where they were chosen, on the device. `fetch` starts their way to the host, `result` needs it done."""
+
+    tokens: torch.Tensor  # int64 [S]
+    best: torch.Tensor  # [S]: each row's greatest score; no finite number: the row cannot be sampled
+    index_of: Sequence[int]
+    errors: dict[int, Exception]
+    shown: Sequence[int] = ()  # rows whose logprobs are wanted
+    logprobs: torch.Tensor | None = None  # of their chosen tokens
+    tops: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list[tuple[int, torch.Tensor, torch.Tensor]])
+
+    def fetch(self) -> None:
+        """Copy everything to the host without waiting; read it only after the device's work of this step."""
+        self.tokens, self.best = _to_host(self.tokens), _to_host(self.best)
+        if self.logprobs is not None:
+            self.logprobs = _to_host(self.logprobs)
+        self.tops = [(index, _to_host(values), _to_host(ids)) for index, values, ids in self.tops]
+
+    def result(self) -> StepResult:
+        """As the core takes it."""
+        errors = {**_errors(self.best, self.index_of), **self.errors}
+        if self.logprobs is None:
+            return StepResult(self.tokens.tolist(), errors=errors)
+        chosen = [0.0] * len(self.index_of)
+        for s, logprob in zip(self.shown, self.logprobs.tolist(), strict=True):
+            chosen[s] = logprob
+        tops = {index: tuple(zip(ids.tolist(), values.tolist(), strict=True)) for index, values, ids in self.tops}
+        return StepResult(self.tokens.tolist(), chosen, top_logprobs=tops, errors=errors)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Into pinned memory, behind the device's work, when the tensor is on a device."""
+    return tensor.to("cpu", non_blocking=True)
+
+
 def sample(
     logits: torch.Tensor, rows: Sequence[Row], index_of: Sequence[int], processors: Sequence[Processor] = ()
 ) -> StepResult:
+    """`choose_tokens` and its result, at once."""
+    return choose_tokens(logits, rows, index_of, processors).result()
+
+
+def choose_tokens(
+    logits: torch.Tensor, rows: Sequence[Row], index_of: Sequence[int], processors: Sequence[Processor] = ()
+) -> Sampled:
     """Choose one token per sampling row.
 
     `logits` [S, V] in any float dtype, one row per entry of `rows`; `index_of` is each row's place in its plan, under which
@@ -60,26 +104,26 @@ def sample(
             scores[s] = 0.0
     if not shown:
         best, tokens = choose(scores, rows)
-        return StepResult(tokens.tolist(), errors={**_errors(best, index_of), **errors})
+        return Sampled(tokens, best, index_of, errors)
     quiet = [s for s, row in enumerate(rows) if row.sampling.logprobs is None]
-    best, tokens = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
+    best = torch.empty(len(rows), device=scores.device)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
     if quiet:
         found = choose(scores[quiet], [rows[s] for s in quiet])
-        best[quiet], tokens[quiet] = found[0].float().cpu(), found[1].cpu()
+        best[quiet], tokens[quiet] = found[0].float(), found[1].long()
     drawn = [s for s in shown if not rows[s].sampling.greedy]
     if drawn:
         scores[drawn] = warp(scores[drawn], [rows[s].sampling for s in drawn])
     of_shown = scores[shown]
-    best[shown], picked = (found.cpu() for found in of_shown.max(dim=-1))
-    tokens[shown] = picked
+    best[shown], tokens[shown] = of_shown.max(dim=-1)
     if drawn:
-        tokens[drawn] = draw(scores[drawn], _numbers([rows[s] for s in drawn])).cpu()
+        tokens[drawn] = draw(scores[drawn], _numbers([rows[s] for s in drawn]))
     logprobs = of_shown - of_shown.logsumexp(dim=-1, keepdim=True)
-    chosen = torch.zeros(len(rows))
-    chosen[shown] = logprobs.gather(1, tokens[shown].to(logprobs.device)[:, None])[:, 0].cpu()
-    wanted = [(s, rows[s].sampling.logprobs) for s in shown]
-    tops = {index_of[s]: best_of(logprobs[place], count) for place, (s, count) in enumerate(wanted) if count}
-    return StepResult(tokens.tolist(), chosen.tolist(), top_logprobs=tops, errors={**_errors(best, index_of), **errors})
+    chosen = logprobs.gather(1, tokens[shown][:, None])[:, 0]
+    wanted = [(place, s, rows[s].sampling.logprobs or 0) for place, s in enumerate(shown) if rows[s].sampling.logprobs]
+    bests = [logprobs[place].topk(min(count, logprobs.shape[1])) for place, _, count in wanted]
+    tops = [(index_of[s], values, ids) for (_, s, _), (values, ids) in zip(wanted, bests, strict=True)]
+    return Sampled(tokens, best, index_of, errors, shown, chosen, tops)
 
 
 def choose(scores: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:

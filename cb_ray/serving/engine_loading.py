@@ -6,6 +6,7 @@ Blocks for as long as loading takes: call it in a thread.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from dataclasses import replace
@@ -41,10 +42,10 @@ def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
     device = choose_device(args.device)
     torch.set_num_threads(args.num_threads or os.cpu_count() or 1)
     local = resolve_model(source, progress=False)
-    model: Any = AutoModelForCausalLM.from_pretrained(local.path, dtype=_dtype(args.dtype, device))
+    model: Any = load_weights(local.path, _dtype(args.dtype, device), device)
     if args.dtype == "auto" and device.type == "cpu" and model.dtype == torch.float16:
         model = model.float()  # no CPU multiplies it: as slow as float32, and narrower
-    model = model.to(device).eval()
+    model = model.to(device).eval()  # where it is already, unless it came by way of the host
     manager = ContinuousBatchingManager(
         model,
         model.generation_config,
@@ -64,6 +65,13 @@ def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
 
     cache_tokens = facts.num_blocks * facts.page_size
     return LoadedEngine(engine=manager, page_size=facts.page_size, cache_tokens=cache_tokens, pages=pages)
+
+
+def load_weights(path: str, dtype: Any, device: torch.device) -> Any:
+    """The model, read straight to a GPU where accelerate is installed: a host need not hold it, and no tensor is copied twice."""
+    straight = device.type == "cuda" and importlib.util.find_spec("accelerate") is not None
+    place: dict[str, Any] = {"device_map": {"": device}} if straight else {}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **place)
 
 
 def choose_device(wanted: str) -> torch.device:
