@@ -23,6 +23,7 @@ from .native.choosing import choose as native_choose
 from .native.choosing import divisor
 
 _CANDIDATES = 1024  # top-p looks at this many best tokens first; the whole vocabulary is sorted only if they do not suffice
+_FAR = 1e8  # no penalty takes a score further: divided by the least temperature, it is still a number
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (input_ids [1, n], scores [1, V]) -> scores [1, V]
 
@@ -188,8 +189,9 @@ def _with_history(scores: torch.Tensor, row: Row, processors: Sequence[Processor
     history = torch.tensor(row.history, dtype=torch.int64, device=scores.device)
     if sampling.repetition_penalty != 1.0:
         seen = history.unique()
-        values = scores[seen]
-        scores[seen] = torch.where(values < 0, values * sampling.repetition_penalty, values / sampling.repetition_penalty)
+        values, penalty = scores[seen], min(max(sampling.repetition_penalty, 1e-30), 1e30)
+        weighed = torch.where(values < 0, values * penalty, values / penalty).clamp(-_FAR, _FAR)
+        scores[seen] = torch.where(values.isinf(), values, weighed)  # what a grammar forbids stays forbidden
     if sampling.presence_penalty or sampling.frequency_penalty:
         made, counts = history[row.num_prompt :].unique(return_counts=True)
         scores[made] -= sampling.presence_penalty + sampling.frequency_penalty * counts

@@ -77,6 +77,17 @@ def test_repetition_penalty_is_that_of_transformers(seed, penalty, history) -> N
     assert result.logprobs == pytest.approx([float(expected.log_softmax(-1).max())], abs=1e-5)
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 0.5, 1.5, 1e308])
+def test_no_penalty_allows_what_was_forbidden(penalty) -> None:
+    """A token that a grammar has taken away is at -inf before the penalties, and after them."""
+    scores = torch.zeros(1, V)
+    scores[0, 2:] = -torch.inf
+    params = SamplingParams(repetition_penalty=penalty, temperature=1e30, logprobs=5, seed=1)
+    found = sample(scores, [row(params, history=[1, 2, 3], num_prompt=2)], [0])
+    assert not found.errors and found.token_ids[0] < 2
+    assert [logprob for _, logprob in found.top_logprobs[0][2:]] == [-torch.inf] * 3
+
+
 def test_presence_and_frequency_count_generated_tokens_only() -> None:
     """A token of the prompt is not penalised; each generated one is, once or by its count."""
     scores = torch.zeros(1, V)
@@ -149,13 +160,14 @@ HUGE = [2**31, 2**63, 2**70]
     )
 )
 def test_no_number_in_a_request_fails_a_step(params) -> None:
-    """A top_k of 2**63 ended the engine and every request in it: whatever a request asks for, the row beside it gets its token."""
+    """A top_k of 2**63 ended the engine and every request in it, a repetition_penalty of 5e-324 its own request as if the replica
+    were lost: whatever number a request asks for, it and the row beside it get their tokens."""
     beside = row(SamplingParams(seed=5), seed=5)
     scores = logits(3, 2)
     alone = sample(scores[1:], [beside], [0]).token_ids
     found = sample(scores, [row(params, history=[1, 2, 3], num_prompt=2), beside], [0, 1])
     assert found.token_ids[1:] == alone
-    assert 1 not in found.errors
+    assert not found.errors
 
 
 def test_the_numbers_are_uniform_and_independent_of_company() -> None:
