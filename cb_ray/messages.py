@@ -242,6 +242,7 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_unseated: int = 0  # of those who wait, the ones that the last step was planned without
     owed_tokens: int = 0  # tokens still to compute for all known requests, with max_new_tokens as the bound
     blocks_total: int = 0
     blocks_held: int = 0

@@ -85,6 +85,7 @@ class Inbox:
         self._mail = threading.Condition()
         self._messages: list[Message] = []
         self._new = 0  # requests among the messages
+        self.left = 0  # requests that the last plan had no room for
         self._behind = 0  # requests that wait in the engine; never counted too low between a drain and the next `settle`
         self._refusing: str | None = None
         self._rung = False
@@ -139,7 +140,7 @@ class Inbox:
     def settle(self, waiting: int) -> None:
         """For the engine thread, after a plan: so many of the drained requests still wait."""
         with self._mail:
-            self._behind = waiting
+            self._behind = self.left = waiting
 
     def refuse(self, reason: str) -> None:
         """No more requests from now on; what is here stays."""
@@ -158,7 +159,7 @@ class Inbox:
     def clear(self) -> None:
         """Forget what is here; for the end of a session, when every request has been told."""
         with self._mail:
-            self._messages, self._new, self._behind, self._rung = [], 0, 0, False
+            self._messages, self._new, self._behind, self.left, self._rung = [], 0, 0, 0, False
 
 
 # ---- engine -> event loops --------------------------------------------------------------------------------------------------

@@ -99,6 +99,7 @@ class ContinuousBatchingManager(RequestSide):
         self._destroyed = False
         self._session: _Session | None = None
         self._pages: PageNames | None = None
+        self.on_start: Callable[[], None] | None = None  # called first in the engine thread, from the next start on
         self.on_step: Callable[[BatchPlan, float], None] | None = (
             None  # told of each step and its seconds, from the next start on
         )
@@ -184,7 +185,7 @@ class ContinuousBatchingManager(RequestSide):
     def stats(self) -> EngineStats:
         """The engine's latest snapshot of itself, some 50 ms old at most while it is busy; what is on its way in is waiting."""
         latest = self._stats if self._session is None else self._session.loop.stats
-        return replace(latest, num_waiting=self._inbox.waiting)
+        return replace(latest, num_waiting=self._inbox.waiting, num_unseated=self._inbox.left)
 
     def is_running(self) -> bool:
         """Whether the engine thread lives: from `start` until everything it had to do after a stop is done."""
@@ -261,6 +262,8 @@ class ContinuousBatchingManager(RequestSide):
         session = self._session
         assert session is not None
         try:
+            if self.on_start is not None:
+                self.on_start()
             session.loop.run()
         finally:
             atexit.unregister(self._at_exit)

@@ -14,6 +14,7 @@ from .least_squares import solve_nonnegative
 from .loads import Rates
 
 _PRIOR_WEIGHT = 0.001
+_MEMORYLESS = 0.4  # spread of lengths from which on the tokens so far say nothing of those to come
 _SHORTEST_S = 1e-6  # what a step cannot be done in
 _CHEAPEST = 1e-9  # seconds; a price of nothing would make all replicas alike
 
@@ -56,11 +57,15 @@ class LengthMeter:
     """How many tokens an answer has here. One under way is expected to need as many again (memoryless), within its bound."""
 
     def __init__(self, prior: float = 256.0, weight: float = 0.05) -> None:
-        self.mean, self._weight = prior, weight
+        self.mean, self._weight, self._seen = prior, weight, 1  # the prior counts as one answer
+        self.spread = 0.0  # mean distance from the mean, as a share of it: 0 if all are alike, 0.74 if exponential
 
     def observe(self, tokens: float, count: int = 1) -> None:
         """`count` answers ended with `tokens` tokens on average."""
-        share = 1 - (1 - self._weight) ** count
+        weight, self._seen = max(self._weight, 1 / (1 + self._seen)), self._seen + count
+        share = 1 - (1 - weight) ** count
+        if count == 1:  # of more, only their mean is known
+            self.spread += self._weight * (min(1.0, abs(tokens - self.mean) / max(1.0, self.mean)) - self.spread)
         self.mean += share * (tokens - self.mean)
 
     def expect(self, max_new_tokens: int | None, emitted: int = 0) -> int:
@@ -84,12 +89,17 @@ class ReturnPacer:
         self._shortest, self._longest = shortest_s, longest_s
         self._promised: list[float] = []  # a heap of times that have not come yet
 
-    def next_return(self, now: float, ends: Sequence[float], interval: float) -> float:
-        """Seconds from `now` until an unpromised place should be free. `ends`: seconds until each running request ends, sorted."""
+    def next_return(self, now: float, ends: Sequence[float], interval: float, spread: float = 0.0) -> float:
+        """Seconds from `now` until an unpromised place should be free. `ends`: seconds until each running request ends, sorted.
+
+        The more lengths `spread`, the less is known of who ends when, and the more does it look as if one ended every `interval`.
+        """
         while self._promised and self._promised[0] <= now:
             heapq.heappop(self._promised)
         ahead = len(self._promised)
         wait = ends[ahead] if ahead < len(ends) else (ends[-1] if ends else 0.0) + (ahead - len(ends) + 1) * interval
+        known = max(0.0, 1 - spread / _MEMORYLESS)
+        wait = known * wait + (1 - known) * (ahead + 1) * interval
         wait = min(self._longest, max(self._shortest, wait * (1 + self._random.uniform(0.0, 0.1))))
         heapq.heappush(self._promised, now + wait)
         return wait

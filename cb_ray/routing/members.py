@@ -20,11 +20,13 @@ from .loads import Ask, Rates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A replica that may be granted requests. `slots`: requests at once; `cache_tokens`: what its KV cache holds, if known."""
+    """A replica that may be granted requests. `slots`: requests at once; `cache_tokens`: what its KV cache holds, `step_tokens`:
+    what one step computes; None: not known."""
 
     replica: str
     slots: int
     cache_tokens: int | None = None
+    step_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class Beat:
     ended: tuple[str, ...] = ()  # request ids that left the engine since the last beat, for whatever reason
     num_finished: int = 0  # of `ended`, by themselves …
     finished_tokens: int = 0  # … with so many tokens together
-    num_waiting: int = 0  # of `live`, not yet started for want of memory or room in a step
+    num_waiting: int = 0  # of `live`, those for whom the last step had no memory or room
     free_tokens: int | None = None  # prompt tokens the cache could still take
     cache_used: float = 0.0
     cached_tokens: int = 0  # of prompts, found in the cache since the last beat
@@ -76,6 +78,7 @@ class Lease:
     decode: int
     as_of: float  # when `prefill` and `decode` were true
     confirmed: bool = False
+    inside: bool = False  # granted although it may have to wait in the engine, and not begun so far
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +93,8 @@ class Replica:
     owed_decode: int = 0
     unconfirmed_tokens: int = 0  # prefill granted since the engine last reported
     free_tokens: int | None = None
-    stalled: int = 0  # requests that wait inside the engine
+    stalled: int = 0  # requests that its last step was planned without
+    inside: int = 0  # leases that were granted to wait inside the engine
     cache_used: float = 0.0
     blocked_until: float = 0.0  # it refused a grant a moment ago
     accepting: bool = True
@@ -110,6 +114,11 @@ class Replica:
         """Slots in use."""
         return len(self.leases) + len(self.strays)
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait inside the engine, as far as is known."""
+        return max(self.stalled, self.inside)
+
     def free_slots(self, now: float) -> int:
         if not self.accepting or now < self.blocked_until or self.stalled:
             return 0
@@ -125,6 +134,13 @@ class Replica:
             return math.inf
         return max(0, self.free_tokens - self.unconfirmed_tokens)
 
+    @property
+    def step_left(self) -> float:
+        """Tokens of prefill that its next step has room for beside all that it owes, in whatever order they arrive; below 0: more than
+        a step is owed. A replica that owes no prompts begins with any."""
+        step = self.member.step_tokens
+        return math.inf if step is None or not self.owed_prefill else step - self.owed_prefill - self.taken
+
     def owed(self, expected_tokens: float) -> tuple[int, float]:
         """Tokens of prompts and of answers still to compute. Of strays nothing is known, so each counts as a whole answer."""
         return self.owed_prefill, self.owed_decode + len(self.strays) * expected_tokens
@@ -133,6 +149,7 @@ class Replica:
         self.leases[lease.ask.ticket] = lease
         self.owed_prefill += lease.prefill
         self.owed_decode += lease.decode
+        self.inside += lease.inside
         if not lease.confirmed:
             self.unconfirmed_tokens += lease.prefill
 
@@ -140,6 +157,7 @@ class Replica:
         lease = self.leases.pop(ticket)
         self.owed_prefill -= lease.prefill
         self.owed_decode -= lease.decode
+        self.inside -= lease.inside
         if not lease.confirmed:
             self.unconfirmed_tokens -= lease.prefill
         self.stalled = min(self.stalled, self.taken)
@@ -152,6 +170,8 @@ class Replica:
         if emitted:
             self.owed_prefill -= lease.prefill
             lease.prefill = 0
+            self.inside -= lease.inside
+            lease.inside = False
         self.owed_decode += decode - lease.decode
         lease.decode, lease.as_of = decode, now
 

@@ -1,6 +1,7 @@
 """Routing policies: given what is asked and how loaded the replicas with room are, the order to try them in, and why.
 
-Owns `RoundRobin`, `LeastWork`, `PowerOfTwo`, `PrefixAware` and `make_policy`. One method each, `rank`, over snapshots. Every
+Owns `RoundRobin`, `LeastWork`, `PowerOfTwo`, `PrefixAware` and `make_policy`. `rank` orders all of them; `pick`, where a
+policy has it, only says who is first, and does so quickly. Every
 price is in seconds of one replica's time. May know nothing but the values beside it.
 """
 
@@ -8,24 +9,59 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from .loads import Ask, Rates, ReplicaLoad, RoutingDecision
+
+_SHOWN = 16  # replicas whose prices a quick decision tells
+
+
+class Patience(Enum):
+    """Which replicas a policy is shown that are behind with their prompts, so that one more would wait inside the engine."""
+
+    NONE = "none"
+    CACHED = "cached"  # those where waiting is worth it, for what they have cached
+    ALL = "all"
 
 
 class Policy(Protocol):
     """`loads` holds at least one replica; the decision's order holds each of them once."""
 
     name: str
+    patience: Patience
 
     def rank(self, ask: Ask, loads: Sequence[ReplicaLoad], rates: Rates) -> RoutingDecision: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """All replicas as one request sees them, in columns: what `rank` is given as a row for each. Entries are places in `names`."""
+
+    names: Sequence[str]
+    able: Sequence[int]  # who may be granted it, in order
+    owed_s: Sequence[float]
+    taken: Sequence[int]
+    found: Mapping[int, int]  # entry → tokens of the prompt that are cached there; who has none is absent
+    regrets: Mapping[int, float]  # entry → regret; none is absent
+
+
+class Picker(Policy, Protocol):
+    """A policy that can also say who is first without ranking the others: the same replica, cached tokens and reason."""
+
+    def pick(self, ask: Ask, field: Field, rates: Rates) -> RoutingDecision:
+        """The decision names only those that came close; `order` holds the first alone."""
+        ...
 
 
 class RoundRobin:
     """The next one in a fixed order, whatever it is doing."""
 
     name = "round_robin"
+    patience = Patience.ALL
 
     def __init__(self) -> None:
         self._last = ""
@@ -43,6 +79,7 @@ class LeastWork:
     """The replica that would be done first with what it owes."""
 
     name = "least_work"
+    patience = Patience.NONE
 
     def rank(self, ask: Ask, loads: Sequence[ReplicaLoad], rates: Rates) -> RoutingDecision:
         order = sorted(loads, key=lambda load: (load.owed_s, load.num_leases, rendezvous(ask.request_id.encode(), load.replica)))
@@ -54,11 +91,25 @@ class LeastWork:
             cached_tokens=order[0].cached_tokens,
         )
 
+    def pick(self, ask: Ask, field: Field, rates: Rates) -> RoutingDecision:
+        owed, taken, names = field.owed_s, field.taken, field.names
+        least = min([owed[at] for at in field.able])
+        ties = [at for at in field.able if owed[at] == least]
+        first = min(ties, key=lambda at: (taken[at], rendezvous(ask.request_id.encode(), names[at])))
+        return RoutingDecision(
+            policy=self.name,
+            order=(names[first],),
+            reason="least work owed",
+            prices={names[at]: least for at in ties[:_SHOWN]},
+            cached_tokens=field.found.get(first, 0),
+        )
+
 
 class PowerOfTwo:
     """The less loaded of two drawn at random: nearly as good as the best, and never a herd."""
 
     name = "power_of_two"
+    patience = Patience.NONE
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -91,6 +142,7 @@ class PrefixAware:
     """
 
     name = "prefix_aware"
+    patience = Patience.CACHED
 
     def __init__(self, page_size: int) -> None:
         self._page = page_size
@@ -117,6 +169,30 @@ class PrefixAware:
             prices=prices,
             cached_tokens=cached,
         )
+
+    def pick(self, ask: Ask, field: Field, rates: Rates) -> RoutingDecision:
+        grain = max(self._page * rates.prefill_s, 1e-9)
+        home = ask.session.encode() or (ask.digests[0] if ask.digests else ask.request_id.encode())
+        prefill_s, tokens, able, owed, names = rates.prefill_s, ask.num_tokens, field.able, field.owed_s, field.names
+        whole, found, regrets = tokens * prefill_s, field.found, field.regrets
+        prices = [owed[at] + whole for at in able]
+        warmest = 0
+        special = found.keys() | regrets.keys() if regrets else found
+        for at in special:
+            place = bisect_left(able, at)
+            if place < len(able) and able[place] == at:
+                cached = found.get(at, 0)
+                prices[place] = owed[at] + (tokens - cached) * prefill_s * (1 + regrets.get(at, 0.0))
+                warmest = max(warmest, cached)
+        lowest = min(prices)
+        least, near = round(lowest / grain), lowest + 2 * grain
+        ties = [at for at, price in zip(able, prices, strict=True) if price <= near and round(price / grain) == least]
+        first = min(ties, key=lambda at: rendezvous(home, names[at])) if len(ties) > 1 else ties[0]
+        cached = found.get(first, 0)
+        reason = "cached prefix" if cached else "cheaper than the warm replica" if warmest else "nobody has this prefix"
+        close = {*ties[:_SHOWN], *[at for at, _ in zip(found, range(_SHOWN), strict=False)]}
+        shown = {names[at]: price for at, price in zip(able, prices, strict=True) if at in close}
+        return RoutingDecision(policy=self.name, order=(names[first],), reason=reason, prices=shown, cached_tokens=cached)
 
 
 def rendezvous(key: bytes, replica: str) -> bytes:

@@ -23,8 +23,9 @@ from .admission import LengthMeter, RateMeter, ReturnPacer
 from .line import Waiting, WaitingLine
 from .loads import Ask, Rates, ReplicaLoad, RoutingDecision
 from .members import Beat, BeatReply, Lease, Member, Replica
-from .policies import Policy, make_policy
+from .policies import Field, LeastWork, Patience, Picker, Policy, PrefixAware, make_policy
 from .prefix_index import PrefixIndex
+from .sheet import Sheet, worth_waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,7 @@ _COUNTERS = (
     *("granted", "queued", "refused", "expired", "reaped", "abandoned", "rejected"),
     *("prompt_tokens", "predicted_tokens", "cached_tokens"),  # granted; of them expected in caches; found in caches
 )
+_BEAT_S = 0.05  # between two beats of an engine for which others wait
 _ENDS_AGE_S = 0.05  # under a storm of refusals, when places free up is worked out this often and not for each of them
 
 
@@ -109,6 +111,9 @@ class Pool:
         self._index = PrefixIndex(self.limits.index_max_bytes)
         self._policy = policy or make_policy(self.limits.policy, self.limits.page_size)
         self._replicas: dict[str, Replica] = {}
+        self._sheet = Sheet(self._replicas)
+        self._inside: dict[str, int] = {}  # who waits inside engines, by replica …
+        self._num_inside = 0  # … and in all
         self._lost: set[str] = set()
         self._off: set[str] = set()  # steered away from, members or not
         self._lease_at: dict[str, str] = {}  # ticket → replica
@@ -117,7 +122,7 @@ class Pool:
         self._holders: dict[str, float] = {}  # → last heard of
         self._no_replica_since: float | None = None
         self._rates, self._lengths, self._pacer = RateMeter(), LengthMeter(), ReturnPacer(seed)
-        self._seconds_per_request = 0.0
+        self._prefill_per_request = 0.0
         self._ends: list[float] = []  # seconds until each running request should end, as of …
         self._ends_at = -math.inf
         self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
@@ -146,9 +151,9 @@ class Pool:
         self._seen(now, ask.holder)
         had_place = self._places.pop(ask.request_id, None) is not None
         decision = self._choose(now, ask) if self._may_go_first(ask) else None
-        if decision is not None:
-            return self._grant(now, Waiting(ask=ask, since=now), decision)
         full = self._num_waiting() >= (self.limits.max_queue_size or math.inf) if had_place else self._is_full(now)
+        if decision is not None and not (full and self._waits_inside(ask, decision)):
+            return self._grant(now, Waiting(ask=ask, since=now), decision)
         if full and not ask.readmit:
             return self._refuse(now, ask.ticket)
         ahead = (
@@ -168,6 +173,7 @@ class Pool:
             name = self._lease_at.get(ticket)
             if name is None:
                 return Changes()
+            self._touched(name)
             if rejected:
                 self.counters["rejected"] += 1
                 self._replicas[name].blocked_until = now + self.limits.block_s
@@ -195,6 +201,7 @@ class Pool:
             lease = Lease(ask=ask, replica=name, granted_at=now, prefill=0, decode=decode, as_of=now, confirmed=reported)
             replica.take(lease)
             self._lease_at[ticket] = name
+            self._touched(name)
 
     # what is known of replicas
 
@@ -211,6 +218,7 @@ class Pool:
                 self._replicas[name] = Replica(
                     member=member, free_tokens=member.cache_tokens, heard_at=now, accepting=name not in self._off
                 )
+        self._sheet.rebuild()
         if not self._replicas and self._no_replica_since is None:
             self._no_replica_since = now
         elif self._replicas:
@@ -233,6 +241,7 @@ class Pool:
         (self._off.discard if accepting else self._off.add)(replica)
         if replica in self._replicas:
             self._replicas[replica].accepting = accepting
+            self._touched(replica)
         return Changes(granted=self._pump(now))
 
     def beat(self, now: float, beat: Beat) -> tuple[BeatReply, Changes]:
@@ -340,32 +349,58 @@ class Pool:
 
     def _num_waiting(self) -> int:
         """Who waits anywhere: in the line, or inside an engine. Who came back after an admission is not counted again."""
-        stalled = sum(replica.stalled for replica in self._replicas.values())
-        return len(self._line) - self._line.num_readmitted + stalled
+        return len(self._line) - self._line.num_readmitted + self._num_inside
 
     def _is_full(self, now: float) -> bool:
         limit = self.limits.max_queue_size
         if not limit:
             return False
+        waiting, places = self._num_waiting(), len(self._places)
+        if waiting + places < limit or waiting >= limit:
+            return waiting >= limit
         free = sum(replica.free_slots(now) for replica in self._replicas.values()) if not len(self._line) else 0
-        return self._num_waiting() + max(0, len(self._places) - free) >= limit
+        return waiting + max(0, places - free) >= limit
 
     def _refuse(self, now: float, ticket: str) -> Refused:
         self.counters["refused"] += 1
         if now - self._ends_at >= _ENDS_AGE_S:
             self._ends_at = now
             self._ends = sorted(end for replica in self._replicas.values() for end in replica.ends(now, self.rates))
-        wait = self._pacer.next_return(now, self._ends, self._service_s() / max(1, len(self._replicas)))
+        interval = self._service_s() / max(1, len(self._replicas))
+        wait = self._pacer.next_return(now, self._ends, interval, self._lengths.spread)
         waiting = self._num_waiting() + len(self._places)
         return Refused(ticket=ticket, waiting=waiting, limit=self.limits.max_queue_size, retry_after_s=wait)
 
     def _service_s(self) -> float:
-        """Seconds of one replica's time that a request takes here; from what was granted, before that a guess."""
-        return self._seconds_per_request or self.rates.seconds(256, self._lengths.mean)
+        """Seconds of one replica's time that a request takes here, as far as is known."""
+        return self.rates.seconds(self._prefill_per_request or 256, self._lengths.mean)
 
     def _choose(self, now: float, ask: Ask) -> RoutingDecision | None:
+        policy = self._policy
+        if isinstance(policy, (PrefixAware, LeastWork)):
+            return self._pick(now, ask, policy)
         loads = self._loads(now, ask, with_room=True)
-        return self._policy.rank(ask, loads, self.rates) if loads else None
+        return policy.rank(ask, loads, self.rates) if loads else None
+
+    def _pick(self, now: float, ask: Ask, policy: Picker) -> RoutingDecision | None:
+        """What ranking all would put first, read off the sheet."""
+        sheet, page, tokens = self._sheet, self.limits.page_size, ask.num_tokens
+        sheet.settle(now)
+        at = sheet.at
+        depths = self._index.depths(ask.digests) if ask.digests else {}
+        found = {at[name]: min(pages * page, tokens - 1) for name, pages in depths.items() if name in at}
+        able = sheet.able(tokens, found, self._since_beat(), patient=policy.patience is not Patience.NONE)
+        if not able:
+            return None
+        field = Field(
+            names=sheet.names,
+            able=able,
+            owed_s=sheet.owed_s(self.rates, self._lengths.mean),
+            taken=sheet.taken,
+            found=found,
+            regrets={at[name]: regret for name, regret in self._index.regrets() if name in at},
+        )
+        return policy.pick(ask, field, self.rates)
 
     def _loads(self, now: float, ask: Ask, *, with_room: bool) -> list[ReplicaLoad]:
         """How each replica looks to this request; `with_room`: only those to which it may be granted now."""
@@ -373,22 +408,48 @@ class Pool:
         mean, page, tokens, regret = self._lengths.mean, self.limits.page_size, ask.num_tokens, self._index.regret
         prefill_s, decode_s = self.rates.prefill_s, self.rates.decode_s
         loads: list[ReplicaLoad] = []
+        behind: list[ReplicaLoad] = []  # who cannot begin with it soon
+        soon = tokens - self._since_beat()
+        spared = 0  # tokens that are cached where it could begin
         for name, replica in self._replicas.items():
             cached = min(depths[name] * page, tokens - 1) if name in depths else 0  # the last token's logits are always computed
             if with_room and replica.room(now) < tokens - cached:
                 continue
             owed_s = replica.owed_prefill * prefill_s + (replica.owed_decode + len(replica.strays) * mean) * decode_s
-            loads.append(ReplicaLoad(name, owed_s, replica.taken, cached, regret(name), now - replica.heard_at))
+            load = ReplicaLoad(name, owed_s, replica.taken, cached, regret(name), now - replica.heard_at)
+            if with_room and replica.step_left < soon - cached:
+                behind.append(load)
+            else:
+                loads.append(load)
+                spared = max(spared, cached)
+        patience = self._policy.patience
+        if patience is Patience.ALL:
+            loads += behind
+        elif patience is Patience.CACHED:
+            loads += [load for load in behind if worth_waiting(tokens, load.cached_tokens, spared)]
         return loads
+
+    def _waits_inside(self, ask: Ask, decision: RoutingDecision) -> bool:
+        """Whether it may have to wait behind other prompts in the engine. Who was admitted before is not counted again."""
+        left = self._replicas[decision.order[0]].step_left
+        return not ask.readmit and left < ask.num_tokens - decision.cached_tokens
+
+    def _since_beat(self) -> float:
+        """Prompt tokens that an engine computes before it is heard of again: what it owes less by then."""
+        return _BEAT_S / self.rates.prefill_s
 
     def _grant(self, now: float, waiting: Waiting, decision: RoutingDecision) -> Granted:
         ask, name = waiting.ask, decision.order[0]
         prefill, decode = ask.num_tokens - decision.cached_tokens, self._lengths.expect(ask.max_new_tokens)
-        self._replicas[name].take(Lease(ask=ask, replica=name, granted_at=now, prefill=prefill, decode=decode, as_of=now))
+        inside = self._waits_inside(ask, decision)
+        lease = Lease(ask=ask, replica=name, granted_at=now, prefill=prefill, decode=decode, as_of=now, inside=inside)
+        self._replicas[name].take(lease)
         self._lease_at[ask.ticket] = name
+        self._touched(name)
+        if inside:
+            self.peak_waiting = max(self.peak_waiting, self._num_waiting())
         self._index.add(name, ask.digests)
-        seconds = self.rates.seconds(prefill, decode)
-        self._seconds_per_request += (seconds - self._seconds_per_request) * (0.05 if self._seconds_per_request else 1.0)
+        self._prefill_per_request += (prefill - self._prefill_per_request) * (0.05 if self._prefill_per_request else 1.0)
         self.counters["granted"] += 1
         self.counters["prompt_tokens"] += ask.num_tokens
         self.counters["predicted_tokens"] += decision.cached_tokens
@@ -421,20 +482,19 @@ class Pool:
         live, ended = dict(beat.live), set(beat.ended)
         if beat.num_finished:
             self._lengths.observe(beat.finished_tokens / beat.num_finished, beat.num_finished)
-        fresh, leased = 0, set[str]()
+        leased = set[str]()
         for ticket, lease in list(replica.leases.items()):
             request_id = lease.ask.request_id
             if request_id in live:
                 leased.add(request_id)
-                fresh += not lease.confirmed
                 emitted = live[request_id]
                 replica.progress(now, lease, emitted, self._lengths.expect(lease.ask.max_new_tokens, emitted))
             elif lease.confirmed or request_id in ended:
                 self._drop_lease(ticket)
         replica.strays = {name: replica.strays.get(name, now) for name in live if name not in leased}
         replica.abandoned &= set(live)
-        # a request seen for the first time may still be on its way into a step; one seen twice is waiting for room
-        replica.stalled = max(0, beat.num_waiting - fresh)
+        replica.stalled = beat.num_waiting
+        self._touched(beat.replica)
         self.peak_waiting = max(self.peak_waiting, self._num_waiting())
         if replica.strays:
             self._expect_tick(now + self.limits.lease_timeout_s)
@@ -461,12 +521,23 @@ class Pool:
                 yield Expired(ticket=waiting.ask.ticket, holder=waiting.ask.holder, waited_s=now - waiting.since, reason=reason)
 
     def _drop_lease(self, ticket: str) -> None:
-        self._replicas[self._lease_at.pop(ticket)].drop(ticket)
+        name = self._lease_at.pop(ticket)
+        self._replicas[name].drop(ticket)
+        self._touched(name)
+
+    def _touched(self, name: str) -> None:
+        """This replica's book has changed."""
+        self._sheet.touch(name)
+        waiting = self._replicas[name].waiting
+        self._num_inside += waiting - self._inside.get(name, 0)
+        self._inside[name] = waiting
 
     def _drop_replica(self, name: str) -> None:
         for ticket in list(self._replicas[name].leases):
             self._drop_lease(ticket)
+        self._num_inside -= self._inside.pop(name, 0)
         del self._replicas[name]
+        self._sheet.rebuild()
         self._index.forget(name)
 
     def _seen(self, now: float, holder: str) -> None:

@@ -26,6 +26,7 @@ class PrefixIndex:
         self.max_entries = 1
         self._bits: OrderedDict[bytes, int] = OrderedDict()  # oldest use first
         self._bit_of: dict[str, int] = {}
+        self._replica_at: dict[int, str] = {}
         self._live = 0  # all bits in use
         self._next = 0
         self._gone: OrderedDict[bytes, str] = OrderedDict()  # pages that nobody has any more → who had them last
@@ -81,6 +82,10 @@ class PrefixIndex:
         missed = self._missed.get(replica)
         return min(1.0, missed / (self._evicted.get(replica, 0.0) + _FEW)) if missed else 0.0
 
+    def regrets(self) -> list[tuple[str, float]]:
+        """(replica, regret) of those that have any."""
+        return [(replica, self.regret(replica)) for replica, missed in self._missed.items() if missed]
+
     def _give_up(self, replica: str, digest: bytes) -> None:
         """What would be found if all caches together were twice as large is remembered, and nothing older."""
         self._gone[digest] = replica
@@ -101,6 +106,7 @@ class PrefixIndex:
         bit = self._bit_of.pop(replica, None)
         if bit is not None:
             self._live &= ~(1 << bit)
+            del self._replica_at[bit]
         self._evicted.pop(replica, None)
         self._missed.pop(replica, None)
 
@@ -119,15 +125,20 @@ class PrefixIndex:
             depth += 1
         if alive and depth:
             out[depth] = alive
-        if not out:
-            return {}
-        return {replica: pages for replica, bit in self._bit_of.items() for pages, who in out.items() if who >> bit & 1}
+        depths: dict[str, int] = {}
+        for pages, who in out.items():
+            while who:
+                low = who & -who
+                depths[self._replica_at[low.bit_length() - 1]] = pages
+                who ^= low
+        return depths
 
     def _new_bit(self, replica: str) -> int:
         if self._next >= _COMPACT_AT and self._next > 4 * len(self._bit_of):
             self._compact()
         bit = self._bit_of[replica] = self._next
         self._next += 1
+        self._replica_at[bit] = replica
         self._live |= 1 << bit
         return bit
 
@@ -135,6 +146,7 @@ class PrefixIndex:
         """Give out bits from 0 again: rewrites every entry once, after hundreds of replicas have come and gone."""
         old = dict(self._bit_of)
         self._bit_of = {replica: new for new, replica in enumerate(old)}
+        self._replica_at = {bit: replica for replica, bit in self._bit_of.items()}
         self._next, self._live = len(old), (1 << len(old)) - 1
         for digest in list(self._bits):
             found = self._bits[digest]

@@ -28,7 +28,7 @@ class PageNews:
 class Reporter:
     """One replica's reports. `stats` are the engine's counts as they are now; times are seconds.
 
-    `interval_s` lies between two beats, `busy_interval_s` when a slot became free or others wait for a place.
+    `interval_s` lies between two beats, `busy_interval_s` when a slot or a step became free or others wait for a place.
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class Reporter:
     def moved(self, request_id: str, tokens: int) -> None:
         """So many more tokens were emitted."""
         if request_id in self._live:
+            begins = not self._live[request_id]  # its prompt is computed: there is room for another one
             self._live[request_id] += tokens
-            self.touch()
+            self.touch(soon=begins)
 
     def end(self, request_id: str, finished: bool) -> None:
         """The request has left the engine; `finished`: by itself, so that its length tells something of others."""
@@ -72,7 +73,7 @@ class Reporter:
         self.touch(soon=True)
 
     def touch(self, soon: bool = False) -> None:
-        """There is something to tell; `soon`, if it frees a slot."""
+        """There is something to tell; `soon`, if it makes room for another request."""
         self._dirty = True
         if not self._under_way:
             at = self._told_at + (self._busy_interval_s if soon or self._waited_for else self._interval_s)
@@ -90,7 +91,7 @@ class Reporter:
             ended=tuple(self._ended),
             num_finished=self._finished,
             finished_tokens=self._finished_tokens,
-            num_waiting=min(stats.num_waiting, len(self._live)),
+            num_waiting=min(stats.num_unseated, len(self._live)),
             free_tokens=(stats.blocks_total - stats.blocks_held) * self._page_size if stats.blocks_total else None,
             cache_used=stats.cache_used,
             cached_tokens=max(0, stats.cached_tokens - before.cached_tokens),

@@ -308,7 +308,12 @@ class BoardActor:
             self._state.apply(self._pool.configure(self._state.now, limits))
         self._has_replicas = bool(mine)
         members = [
-            Member(replica=name, slots=int(str(facts["slots"])), cache_tokens=_optional_int(facts.get("cache_tokens")))
+            Member(
+                replica=name,
+                slots=int(str(facts["slots"])),
+                cache_tokens=_optional_int(facts.get("cache_tokens")),
+                step_tokens=_optional_int(facts.get("step_tokens")),
+            )
             for name, facts in known
         ]
         self._weights.members({name for name, facts in known if facts.get("board") == self._name}, len(mine) < len(known))

@@ -64,6 +64,7 @@ class LoadedEngine:
     engine: EngineLike
     page_size: int
     cache_tokens: int | None = None
+    step_tokens: int | None = None  # what a step computes at most
     pages: Callable[[bool], PageNews] | None = None
 
 
@@ -181,6 +182,7 @@ class Engine:
             "slots": self._spec.slots,
             "page_size": self._loaded.page_size,
             "cache_tokens": self._loaded.cache_tokens,
+            "step_tokens": self._loaded.step_tokens,
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:

@@ -30,6 +30,15 @@ from .engine_deployment import LoadedEngine
 logger = logging.getLogger("ray.serve")
 
 
+_NICE = 10
+
+
+def give_way() -> None:
+    """The calling thread, and those that it will start, go after all others: an engine that computes on the CPU shares it with the
+    Board and the door, which need little and need it at once."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
 def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
     """The engine that `args` describe, over the model that `source` names; not started.
 
@@ -54,6 +63,8 @@ def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
     )
     if args.warmup:
         manager.warmup()
+    if device.type == "cpu":
+        manager.on_start = give_way
     if args.step_log is not None:
         manager.on_step = StepLog(args.step_log).add
     logger.info(manager.summary)
@@ -64,7 +75,13 @@ def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
         return PageNews(full=full, added=added, evicted=forgotten)
 
     cache_tokens = facts.num_blocks * facts.page_size
-    return LoadedEngine(engine=manager, page_size=facts.page_size, cache_tokens=cache_tokens, pages=pages)
+    return LoadedEngine(
+        engine=manager,
+        page_size=facts.page_size,
+        cache_tokens=cache_tokens,
+        step_tokens=facts.max_batch_tokens,
+        pages=pages,
+    )
 
 
 def load_weights(path: str, dtype: Any, device: torch.device) -> Any:

@@ -306,7 +306,8 @@ class Fleet:
 
     def _members(self, now: int) -> None:
         shape = self.plan.shape
-        members = [Member(replica=name, slots=shape.slots, cache_tokens=shape.cache_tokens) for name in self.replicas]
+        facts = {"slots": shape.slots, "cache_tokens": shape.cache_tokens, "step_tokens": shape.max_batch_tokens}
+        members = [Member(replica=name, **facts) for name in self.replicas]
         self._apply(now, self.pool.members(seconds(now), members))
 
     def _bury(self, replica: Replica) -> None:

@@ -40,8 +40,9 @@ class LeapingCore(EngineCore):
         self._tried = self._circumstances() if calm else None
         return plan
 
-    def steady_steps(self) -> int:
-        """How many of the next steps are steady, whatever is sampled that ends nobody. To be asked between commit and plan."""
+    def steady_steps(self, most: int = _FAR) -> int:
+        """How many of the next steps, up to `most`, are steady, whatever is sampled that ends nobody. To be asked between commit and
+        plan."""
         running = self._scheduler.running
         room = self.facts.max_batch_tokens - len(running)
         if not (self._leaps and running) or room < 0 or self._in_flight or self._deadlines:
@@ -51,7 +52,7 @@ class LeapingCore(EngineCore):
         waits = len(self._scheduler.waiting) > 0 and room > 0 and len(running) < self.facts.max_requests_per_batch
         if waits and self._tried != self._circumstances():
             return 0
-        most, page = _FAR, self._layout.page_size
+        page = self._layout.page_size
         for request in running.values():
             known = len(request.tokens)
             if known - request.num_computed != 1 or known == request.num_prompt:
@@ -135,6 +136,8 @@ class LeapingCore(EngineCore):
     def _within_memory(self, most: int, page: int) -> int:
         """The most steps up to `most` for which there are blocks."""
         total, held, _ = self._blocks.counts()
+        if most > 0 and len(self._scheduler.running) * (-(-most // page) + 1) <= total - held:
+            return most
         requests = [(len(r.tokens) - 1, len(r.block_tables[0])) for r in self._scheduler.running.values()]
 
         def need(steps: int) -> int:

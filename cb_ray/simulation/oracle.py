@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..routing.loads import Ask, Rates, ReplicaLoad, RoutingDecision
-from ..routing.policies import Policy, rendezvous
+from ..routing.policies import Patience, Policy, rendezvous
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class Oracle:
     their prompts; work as it will turn out, at its true cost."""
 
     name = "oracle"
+    patience = Patience.CACHED
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet

@@ -1,4 +1,4 @@
-"""How many replicas, which scaling, how long a line: found by trying. Owns `smallest_pool`, `compare`, `choose_scaling`, `Advice`.
+"""How many replicas, which scaling, how long a line: found by trying. Owns `capacity`, `smallest_pool`, `compare`, `choose_scaling`.
 
 Each try is a whole run of the workload through the simulator. Knows no files and no terminal: `tried` is told of every run.
 """
@@ -42,6 +42,17 @@ def attempt(
     trial = Trial(label=label, plan=plan, summary=summarise(outcome, slo, warm_up_s), outcome=outcome)
     tried(trial)
     return trial
+
+
+def capacity(plan: PoolPlan, workload: Workload) -> float:
+    """Requests per second that the pool serves when all of `workload` comes at once: of the middle, where it is full."""
+    plan = replace(plan, max_queue_size=0, scaling=None, failures=(), updates=())
+    outcome = simulate(plan, workload.at_rate(1e6))
+    ends = sorted([line.at_s + line.e2e_s for line in outcome.ledger.lines() if not math.isnan(line.e2e_s)])
+    first, last = len(ends) // 10, len(ends) * 7 // 10
+    if last <= first:
+        raise ConfigError(f"{len(ends)} requests are too few to say what the pool can do; give at least 20", "workload")
+    return (last - first) / max(1e-9, ends[last] - ends[first])
 
 
 def smallest_pool(

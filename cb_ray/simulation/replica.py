@@ -101,6 +101,7 @@ class Replica:
         self._snapshot_every = ticks(SNAPSHOT_S)
         self._pages: dict[bytes, bool] = {}  # changed since the last beat → findable
         self._pages_version = 0
+        self._unseated = 0  # requests that the last step was planned without
         self._beat_at = -1  # when the next beat is on the agenda; -1: it is not
         self._gaps = gaps
         self.busy_ticks = self.steps = 0  # of steps that are over
@@ -147,14 +148,13 @@ class Replica:
         """What it tells the Board now."""
         self.settle(now)
         self._beat_at = -1
-        waiting = len(self._inbox) + self.core.num_waiting
         changed, self._pages = self._pages, {}
         news = PageNews(
             full=self.reporter.want_full,
             added=[page for page, held in changed.items() if held],
             evicted=[] if self.reporter.want_full else [page for page, held in changed.items() if not held],
         )
-        stats = self.stats if self.stats.num_waiting == waiting else replace(self.stats, num_waiting=waiting)
+        stats = self.stats if self.stats.num_unseated == self._unseated else replace(self.stats, num_unseated=self._unseated)
         return self.reporter.compose(stats, news)
 
     def told(self, now: int, beat: Beat, reply: BeatReply) -> None:
@@ -203,12 +203,14 @@ class Replica:
         self._post(now)
         self._busy = self.core.has_work
         if not self._busy:
+            self._unseated = 0
             self._publish(now)
         elif not self._leap_from(now):
             self._step(now)
 
     def _step(self, now: int) -> None:
         plan = self.core.plan(seconds(now))
+        self._unseated = self.core.num_waiting
         due = now + self._clock.of(StepWork.of(plan.rows))
         self._schedule(due, lambda at: self._commit(at, now, plan))
 
@@ -237,11 +239,13 @@ class Replica:
         """Begin a leap, if the next steps are steady, and if there will be no news to tell at the end of the first."""
         if not self._shape.leaps or self._beat_at < 0:
             return False
-        steps = self.core.steady_steps()
+        ids = self.core.running_ids()
+        steps = self._script.steps_before_an_end(ids) if ids else 0
         if steps >= _FEW:
-            steps = min(steps, self._script.steps_before_an_end(self.core.running_ids()))
+            steps = self.core.steady_steps(steps)
         if steps < _FEW:
             return False
+        self._unseated = self.core.num_waiting
         rows, context = self.core.contexts()
         leap = self._leap = Leap(now, steps, *self._clock.decode(rows, context))
         self._schedule(leap.end_of(steps), self._land)

@@ -39,7 +39,8 @@ class Summary:
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
-    admitted_ttft_p99_s: float  # from the time that it was asked for and not refused
+    admitted_ttft_p50_s: float  # from the time that it was asked for and not refused
+    admitted_ttft_p99_s: float
     itl_p50_s: float
     itl_p99_s: float
     e2e_p50_s: float
@@ -86,6 +87,7 @@ def summarise(outcome: Outcome, slo: Slo | None = None, warm_up_s: float = 0.0) 
         ttft_p50_s=percentile(ttfts, 0.5),
         ttft_p90_s=percentile(ttfts, 0.9),
         ttft_p99_s=percentile(ttfts, 0.99),
+        admitted_ttft_p50_s=percentile(admitted, 0.5),
         admitted_ttft_p99_s=percentile(admitted, 0.99),
         itl_p50_s=outcome.gap_percentile(0.5),
         itl_p99_s=outcome.gap_percentile(0.99),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..core.plan import BatchPlan, StepResult
@@ -49,6 +49,19 @@ class Workload:
 
     def __iter__(self) -> Iterator[Told]:
         return iter(self.make())
+
+    def at_rate(self, per_second: float) -> Workload:
+        """The same, sped up or slowed down until so many come per second on average."""
+        count, last = 0, 0.0
+        for told in self:
+            count, last = count + 1, told.arrival.at_s
+        speed = per_second * last / count if count and last else 1.0
+
+        def make() -> Iterator[Told]:
+            for arrival, num_answer in self:
+                yield Told(arrival._replace(at_s=arrival.at_s / speed), num_answer)
+
+        return replace(self, make=make)
 
 
 class Answer:

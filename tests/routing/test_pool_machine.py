@@ -22,9 +22,10 @@ class PoolBesideAModel(RuleBasedStateMachine):
         limit=st.integers(0, 3),
         policy=st.sampled_from(["round_robin", "least_work", "power_of_two", "prefix_aware"]),
         slots=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+        step=st.sampled_from([None, 30]),
     )
-    def start(self, limit, policy, slots):
-        self.limit = limit
+    def start(self, limit, policy, slots, step):
+        self.limit, self.step = limit, step
         limits = PoolLimits(max_queue_size=limit, policy=policy, page_size=4, lease_timeout_s=30, cold_start_timeout_s=60)
         self.pool = Pool(limits)
         self.now, self.count, self.numbers = 100.0, 0, 0
@@ -34,7 +35,9 @@ class PoolBesideAModel(RuleBasedStateMachine):
         self.engine: dict[str, dict[str, int]] = {name: {} for name in self.slots}  # what really runs where
         self.places: list[str] = []
         self.steered: set[str] = set()
-        self.apply(self.pool.members(self.now, [Member(replica=name, slots=n) for name, n in self.slots.items()]))
+        self.apply(
+            self.pool.members(self.now, [Member(replica=name, slots=n, step_tokens=self.step) for name, n in self.slots.items()])
+        )
 
     def apply(self, changes: Changes) -> None:
         for grant in changes.granted:
@@ -176,7 +179,9 @@ class PoolBesideAModel(RuleBasedStateMachine):
         name = f"r{len(self.engine)}"
         self.slots[name] = slots
         self.engine[name] = {}
-        self.apply(self.pool.members(self.now, [Member(replica=n, slots=s) for n, s in self.slots.items()]))
+        self.apply(
+            self.pool.members(self.now, [Member(replica=n, slots=s, step_tokens=self.step) for n, s in self.slots.items()])
+        )
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data(), seen_by_a_caller=st.booleans())
@@ -188,7 +193,9 @@ class PoolBesideAModel(RuleBasedStateMachine):
         if seen_by_a_caller:
             self.apply(self.pool.lost(self.now, name))
             self.forget_leases(lambda ask, where: where == name)
-        self.apply(self.pool.members(self.now, [Member(replica=n, slots=s) for n, s in self.slots.items()]))
+        self.apply(
+            self.pool.members(self.now, [Member(replica=n, slots=s, step_tokens=self.step) for n, s in self.slots.items()])
+        )
         self.forget_leases(lambda ask, where: where == name)
 
     @precondition(lambda self: self.slots)
@@ -212,7 +219,7 @@ class PoolBesideAModel(RuleBasedStateMachine):
 
     @property
     def stalls(self) -> int:
-        return sum(replica.stalled for replica in self.pool._replicas.values())
+        return sum(replica.waiting for replica in self.pool._replicas.values())
 
     @invariant()
     def the_bound_holds(self):
@@ -245,7 +252,11 @@ class PoolBesideAModel(RuleBasedStateMachine):
             leases = list(replica.leases.values())
             assert replica.owed_prefill == sum(lease.prefill for lease in leases)
             assert replica.owed_decode == sum(lease.decode for lease in leases)
+            assert replica.inside == sum(lease.inside for lease in leases)
+            fit = replica.owed_prefill <= (self.step or replica.owed_prefill)
+            assert fit or replica.inside or sum(lease.prefill > 0 for lease in leases) == 1
             assert replica.unconfirmed_tokens == sum(lease.prefill for lease in leases if not lease.confirmed)
+        assert self.pool._num_inside == self.stalls
         assert self.pool._line.num_tokens == sum(ask.num_tokens for ask in self.waiting)
         assert self.pool.owed_s() >= 0
 

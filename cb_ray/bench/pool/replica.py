@@ -1,4 +1,4 @@
-"""What the pool's benchmarks do inside an Engine replica: give it its cores and its priority, and stop its steps when told to.
+"""What the pool's benchmarks do inside an Engine replica: give it its cores, and stop its steps when told to.
 
 Owns the `load` of benchmarked replicas and the functions that are run in them by their actor handle. The engine is the ordinary
 one; the only addition is a gate in front of its model, open unless a benchmark closes it.
@@ -13,16 +13,12 @@ from typing import Any
 
 from ...serving.engine_deployment import EngineSpec, LoadedEngine
 
-_NICE = 10
 _STEPS = threading.Event()
 _STEPS.set()
 
 
 def load(spec: EngineSpec, cores: Sequence[int]) -> LoadedEngine:
-    """The engine of `spec`, in a process whose threads run on `cores` alone (none: wherever they like) and give way to others.
-
-    Engines on devices of their own would not take processor time from the door, nor from replicas that start.
-    """
+    """The engine of `spec`, in a process whose threads run on `cores` alone (none: wherever they like)."""
     from ...serving.engine_loading import load_engine
 
     bind(cores)
@@ -33,10 +29,9 @@ def load(spec: EngineSpec, cores: Sequence[int]) -> LoadedEngine:
 
 
 def bind(cores: Sequence[int]) -> None:
-    """Every thread of this process, and those to come, on `cores` and at a lower priority."""
-    for thread in map(int, os.listdir("/proc/self/task")):
-        os.setpriority(os.PRIO_PROCESS, thread, _NICE)
-        if cores:
+    """Every thread of this process, and those to come, on `cores`. That they give way to others is the engine's own doing."""
+    if cores:
+        for thread in map(int, os.listdir("/proc/self/task")):
             os.sched_setaffinity(thread, cores)
 
 
