@@ -11,6 +11,7 @@ import importlib
 ACTIONS = {
     "size": ("plan_size", "the smallest pool that keeps a promise, its scaling and its waiting line"),
     "compare": ("plan_compare", "every routing policy and an oracle over one workload"),
+    "overload": ("plan_overload", "three times what a pool can do, and clients that obey Retry-After"),
     "fit": ("plan_fit", "what a step costs, from steps that were measured"),
 }
 

@@ -49,6 +49,18 @@ def test_policies_side_by_side(tmp_path, capsys):
     HTMLParser().feed(text)
 
 
+def test_an_overload_is_laid_beside_a_calm_load(tmp_path, capsys):
+    """Capacity first, then nine tenths and three times of it; both promises hold, or the exit status says that one does not."""
+    out = tmp_path / "o.json"
+    work = "requests=300,prompt_tokens=256,answer_tokens=40"
+    arguments = ["plan", "overload", work, *POOL, "--max-requests", "8", "--max-queue-size", "4", "--json", str(out)]
+    status = main(arguments)
+    found, said = json.loads(out.read_text()), capsys.readouterr().out
+    assert found["capacity_per_s"] > 1 and set(found["runs"]) == {"0.9×", "3×"}
+    assert found["runs"]["3×"]["refusals"] > found["runs"]["0.9×"]["refusals"]
+    assert said.count("HOLDS") + said.count("FAILS") == 2 and status == int("FAILS" in said)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
