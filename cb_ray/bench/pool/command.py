@@ -36,6 +36,7 @@ SCENARIOS = {
     **FAILURES,
     "overload": "three times what the pool can do, with one and with two Routers",
     "prefix": "more shared prefixes than one cache holds, under each policy",
+    "validate": "what `cb-ray plan` would have said, beside what is measured",
     "scale": "from one replica to all and back, from none to one",
     "weights": "other weights, replica by replica, under full load",
     "plane": "pieces of streams per second, with and without Serve's fast path",
@@ -57,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=512, help="of the model: what a token costs (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument(
-        "--seconds", type=float, default=120, help="of overload, for each number of Routers (default: %(default)s)"
+        "--seconds",
+        type=float,
+        default=120,
+        help="of overload, for each number of Routers; of each load of validate, half as many (default: %(default)s)",
     )
     parser.add_argument("--routers", type=int, nargs="+", default=[1, 2], help="of overload (default: 1 2)")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw scaling there (.svg, .png)")
@@ -93,7 +97,7 @@ def fast_path() -> None:
 
 
 async def _run(given: argparse.Namespace, names: Sequence[str], outcomes: list[Outcome]) -> None:
-    from . import failures, overload, plane, prefix, scale, weights
+    from . import failures, overload, plane, prefix, scale, validate, weights
     from .sitting import Sitting
 
     with tqdm(total=len(names), desc="pool", unit="scenario", disable=None) as bar:
@@ -129,6 +133,8 @@ async def _run(given: argparse.Namespace, names: Sequence[str], outcomes: list[O
                 await attempt(overload.run(sitting, given.routers, given.seconds, tell, done))
             if "prefix" in names:
                 await attempt(prefix.run(sitting, tell, done))
+            if "validate" in names:
+                await attempt(validate.run(sitting, given.seconds / 2, tell, done))
             if "weights" in names:
                 await attempt(weights.run(sitting, given.streams, given.width, given.layers, tell, done))
             if "scale" in names:
