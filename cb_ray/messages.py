@@ -84,6 +84,8 @@ class SamplingParams:
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
         _check(self.min_tokens_to_keep >= 1, "min_tokens_to_keep", self.min_tokens_to_keep, "1 or more")
+        for name in ("bad_words", "stop_sequences"):
+            _check(all(map(len, getattr(self, name))), name, getattr(self, name), "sequences of one token id or more")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(value is None or 0 <= value <= 20, name, value, "between 0 and 20")

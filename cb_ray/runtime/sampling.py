@@ -11,6 +11,7 @@ replica. The logprob of a token is taken from the scores after all of the above,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,12 +19,13 @@ import numpy as np
 import torch
 
 from ..core.plan import Row, StepResult
+from ..errors import InvalidRequestError
 from ..messages import SamplingParams, TopLogprobs
 from .native.choosing import choose as native_choose
 from .native.choosing import divisor
 
 _CANDIDATES = 1024  # top-p looks at this many best tokens first; the whole vocabulary is sorted only if they do not suffice
-_FAR = 1e8  # no penalty takes a score further: divided by the least temperature, it is still a number
+_FAR = 1e8  # no penalty or bias takes a score further: divided by the least temperature, it is still a number
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (input_ids [1, n], scores [1, V]) -> scores [1, V]
 
@@ -157,12 +159,17 @@ def _is_shaped(row: Row) -> bool:
 
 
 def _errors(best: torch.Tensor, index_of: Sequence[int]) -> dict[int, Exception]:
-    """A row whose best score is NaN or +inf cannot be sampled; all of it at -inf has nothing to choose."""
+    """A row whose best score is NaN or +inf cannot be sampled, and is the model's fault; all of it at -inf is the request's own."""
     good = torch.isfinite(best)
     if bool(good.all()):
         return {}
-    text = "the model gave logits that are not numbers, or nothing was left to choose from; the request ends here"
-    return {index_of[s]: FloatingPointError(text) for s in torch.nonzero(~good)[:, 0].tolist()}
+    return {index_of[s]: _error(float(best[s])) for s in torch.nonzero(~good)[:, 0].tolist()}
+
+
+def _error(best: float) -> Exception:
+    if best == -torch.inf:
+        return InvalidRequestError("what the request allows and forbids leaves no token to choose; the answer ends here")
+    return FloatingPointError("the model gave logits that are not numbers; the request ends here")
 
 
 def shape(scores: torch.Tensor, row: Row, processors: Sequence[Processor] = ()) -> torch.Tensor:
@@ -170,7 +177,8 @@ def shape(scores: torch.Tensor, row: Row, processors: Sequence[Processor] = ()) 
     sampling = row.sampling
     if sampling.logit_bias:
         ids, values = zip(*sampling.logit_bias, strict=True)
-        scores[list(ids)] += torch.tensor(values, dtype=scores.dtype, device=scores.device)
+        within = [value if math.isinf(value) else min(max(value, -_FAR), _FAR) for value in values]
+        scores[list(ids)] += torch.tensor(within, dtype=scores.dtype, device=scores.device)
     if row.history is not None and (sampling.weighs_history or processors):
         scores = _with_history(scores, row, processors)
     if row.min_tokens_left:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from array import array
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from transformers import (
 )
 
 from cb_ray.core.plan import Row
+from cb_ray.errors import InvalidRequestError
 from cb_ray.messages import SamplingParams
 from cb_ray.runtime.sampling import sample, uniforms, warp
 from tests.runtime.driving import run
@@ -88,6 +91,14 @@ def test_no_penalty_allows_what_was_forbidden(penalty) -> None:
     assert [logprob for _, logprob in found.top_logprobs[0][2:]] == [-torch.inf] * 3
 
 
+def test_a_request_that_forbids_everything_is_told_so() -> None:
+    """It is the request's fault, not the replica's: nobody sends it to another one, where it would fail again."""
+    params = SamplingParams(allowed_token_ids=(5,), logit_bias=((5, -math.inf),), seed=1)
+    for shown in (None, 0):
+        found = sample(logits(1), [row(replace(params, logprobs=shown))], [0])
+        assert isinstance(found.errors[0], InvalidRequestError)
+
+
 def test_presence_and_frequency_count_generated_tokens_only() -> None:
     """A token of the prompt is not penalised; each generated one is, once or by its count."""
     scores = torch.zeros(1, V)
@@ -154,6 +165,7 @@ HUGE = [2**31, 2**63, 2**70]
         min_p=st.sampled_from([0.0, 5e-324, 1.0]),
         min_tokens_to_keep=st.sampled_from([1, 2, *HUGE]),
         repetition_penalty=st.sampled_from([5e-324, 1.0, 1e308]),
+        logit_bias=st.sampled_from([(), ((1, 1e308), (2, -1e308))]),
         min_tokens=st.sampled_from([0, *HUGE]),
         seed=st.sampled_from([None, -(2**70), *HUGE]),
         logprobs=st.sampled_from([None, 0, 20]),

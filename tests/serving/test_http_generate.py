@@ -56,6 +56,8 @@ def test_streamed_tokens_add_up() -> None:
         ({"token_ids": [5], "sampling": {"logit_bias": [[1]]}}, "sampling.logit_bias[0][1]"),
         ({"token_ids": [5], "sampling": {"logit_bias": [[10**6, 1.0]]}}, "sampling.logit_bias"),
         ({"token_ids": [5], "sampling": {"bad_words": [[10**6]]}}, "sampling.bad_words"),
+        ({"token_ids": [5], "sampling": {"bad_words": [[]]}}, "sampling.bad_words"),
+        ({"token_ids": [5], "sampling": {"stop_sequences": [[3], []]}}, "sampling.stop_sequences"),
         ({"token_ids": [5], "sampling": {"full_history": True}}, "sampling.full_history"),
         ({"token_ids": [5], "sampling": {"grammar": {}}}, "sampling.grammar"),
         ({"token_ids": [5], "structured_outputs": {}}, "structured_outputs"),
