@@ -35,7 +35,7 @@ from .sampling_config import SamplingPolicy
 
 if TYPE_CHECKING:
     from .follower import FollowerLoop
-    from .weights import LoadedWeights, Update
+    from .weights import LoadedWeights, OtherRanks, Update
     from .weights_source import PackedWeights, WeightsSource
 
 logger = logging.getLogger(__name__)
@@ -100,6 +100,7 @@ class ContinuousBatchingManager(RequestSide):
         self._session: _Session | None = None
         self._pages: PageNames | None = None
         self.on_start: Callable[[], None] | None = None  # called first in the engine thread, from the next start on
+        self.others: OtherRanks | None = None  # where the other ranks of a divided model have no manager: who loads weights there
         self.on_step: Callable[[BatchPlan, float], None] | None = (
             None  # told of each step and its seconds, from the next start on
         )
@@ -397,8 +398,10 @@ class ContinuousBatchingManager(RequestSide):
 
         Raises WeightsError when they do not fit.
         """
-        from .weights import Update
+        from .weights import SharedUpdate, Update
 
+        if self.others is not None:
+            return SharedUpdate(source, self.model, self.others, progress=progress_bar)
         return Update(source, self.model, progress=progress_bar)
 
     def pack_weights(self) -> PackedWeights:
@@ -432,9 +435,9 @@ class ContinuousBatchingManager(RequestSide):
 
         if self._destroyed:
             raise EngineStoppedError("this manager was destroyed; make a new one")
-        if self._parts is not None and self._parts.orders is not None and not self._parts.orders.owned:
+        if self._parts is not None and self._parts.orders is not None and not self._parts.orders.owned and self.others is None:
             raise WeightsError(
-                "the weights of a divided model are loaded by all its ranks, and those of a Serve replica cannot yet"
+                "the weights of a divided model are loaded by all its ranks, and nobody said how to reach the others"
             )
         with self._updating.through(f"weights version {weights_version or 'next'}"):
             update = source if isinstance(source, Update) else self.prepare_weights(source, progress_bar=progress_bar)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -98,6 +98,34 @@ class Update:
                     _put(weights.tensor(copy.name), copy.target)
         except Exception as second:
             raise WeightsLostError(f"{self.source}: {error}; then the old weights: {second}") from error
+
+
+class OtherRanks(Protocol):
+    """How the ranks that have no manager of their own are reached. Each method blocks, and gives their fingerprints."""
+
+    def prepare_weights(self, source: WeightsSource) -> list[str]: ...
+    def apply_weights(self, restore_from: WeightsSource | None) -> list[str]: ...
+
+
+class SharedUpdate(Update):
+    """New weights for all ranks of a model: checked by each of them before one of them copies."""
+
+    def __init__(self, source: WeightsSource, model: PreTrainedModel, others: OtherRanks, *, progress: bool = False) -> None:
+        super().__init__(source, model, progress=progress)
+        self._others = others
+        read = others.prepare_weights(source)
+        if any(one != self.fingerprint for one in read):
+            raise WeightsError(f"{self.source} gives other weights to other ranks; it must give the same everywhere")
+
+    def apply(self, restore_from: WeightsSource | None = None) -> None:
+        """As `Update.apply`. A rank that fails once the first has copied leaves the model without whole weights: WeightsLostError."""
+        super().apply(restore_from)
+        try:
+            read = self._others.apply_weights(restore_from)
+        except Exception as error:
+            raise WeightsLostError(f"{self.source}: one rank has the new weights, another failed: {error}") from error
+        if any(one != self.fingerprint for one in read):
+            raise WeightsLostError(f"{self.source} gave other weights to other ranks")
 
 
 def _put(value: Tensor, target: Tensor) -> None:

@@ -29,6 +29,7 @@ from .engine_deployment import Engine, EngineSpec, LoadedEngine
 from .replica_router import BOARD, BoardRouter
 from .response_store import STORE, ResponseStore
 from .router_deployment import router_deployment
+from .tensor_parallel import actor_options, bundles
 
 __all__ = ["AppArgs", "EngineArgs", "PoolArgs", "RouterArgs", "RoutingArgs", "build", "parse_args", "parse_models"]
 
@@ -102,7 +103,8 @@ def settle(args: AppArgs, cluster: Cluster, replicas: int | None = None) -> Engi
     left = max(0.1, cluster.num_cpus - args.router.num_replicas * args.router.num_cpus)
     share = min(1.0, left) if num_gpus else left / replicas
     num_cpus = engine.num_cpus if engine.num_cpus is not None else (int(share) if share >= 1 else max(0.1, int(share * 10) / 10))
-    num_threads = engine.num_threads or max(1, round(num_cpus if num_gpus else cluster.num_cpus / replicas))
+    cores = num_cpus if num_gpus else cluster.num_cpus / replicas
+    num_threads = engine.num_threads or max(1, round(cores / engine.tensor_parallel_size))
     config = dict(engine.config)
     if not num_gpus and not config.keys() & {"max_memory_percent", "num_blocks"}:
         config["max_memory_percent"] = SHARE_OF_RAM / replicas
@@ -130,12 +132,26 @@ def engine_options(args: AppArgs, engine: EngineArgs) -> dict[str, Any]:
         "user_config": limits,
         "deployment_actors": [DeploymentActorConfig(name=BOARD, actor_class=Board)],
         "request_router_config": RequestRouterConfig(request_router_class=router, request_router_kwargs={"limits": limits}),
-        "ray_actor_options": {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus},
+        **placement(engine),
         "graceful_shutdown_timeout_s": pool.graceful_shutdown_timeout_s,
         "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_period_s": pool.health_check_period_s,
         "health_check_timeout_s": pool.health_check_timeout_s,
     }
+
+
+def placement(engine: EngineArgs) -> dict[str, Any]:
+    """Where replicas run and what is set aside for them: an actor's options, or a placement group with a bundle for each rank."""
+    selector = dict(engine.label_selector)
+    if engine.tensor_parallel_size == 1:
+        options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "resources": dict(engine.resources)}
+        return {"ray_actor_options": {**options, **({"label_selector": selector} if selector else {})}}
+    groups: dict[str, Any] = {
+        "ray_actor_options": actor_options(bundles(engine)[0]),
+        "placement_group_bundles": bundles(engine),
+        "placement_group_strategy": engine.placement_group_strategy,
+    }
+    return {**groups, **({"placement_group_bundle_label_selector": [selector]} if selector else {})}
 
 
 def router_options(args: AppArgs) -> dict[str, Any]:

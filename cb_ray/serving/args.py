@@ -29,6 +29,7 @@ from ..errors import ConfigError, nearest
 T = TypeVar("T")
 
 Policy = Literal["prefix_aware", "least_work", "power_of_two", "round_robin"]
+Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +156,11 @@ class EngineArgs:
     num_cpus: float | None = None  # what Ray sets aside for one replica; None: a fair share of this cluster
     num_gpus: float | None = None  # None: one per tensor-parallel rank where the cluster has GPUs, else none
     num_threads: int | None = None  # torch threads; None: a fair share of this machine's cores
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = 1  # devices (on a CPU: processes) that run one model together; each gets its share of the above
+    placement_group_strategy: Strategy = "PACK"  # where they are: together if possible, STRICT_PACK, SPREAD or STRICT_SPREAD
+    placement_group_bundles: tuple[Mapping[str, float], ...] | None = None  # what each is given, rank 0 first; None: equal shares
+    resources: Mapping[str, float] = field(default_factory=dict[str, float])  # custom resources of Ray's, of each rank
+    label_selector: Mapping[str, str] = field(default_factory=dict[str, str])  # labels of the nodes that a replica may be on
     max_model_len: int | None = None  # tokens of prompt and answer; None: what the model was made for
     warmup: bool = True
     step_log: str | None = None  # a directory: each replica writes there what its steps did and how long they took
@@ -169,10 +174,21 @@ class EngineArgs:
         for name in ("num_threads", "max_model_len"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"engine.{name}", value, "1 or more")
+        self._check_bundles()
         dtypes = ("auto", "float32", "float16", "bfloat16")
         _require(self.dtype in dtypes, "engine.dtype", self.dtype, f"one of {', '.join(dtypes)}")
         _refuse_unknown(self.config, _names(ContinuousBatchingConfig) | _names(EngineArgs), "engine")
         self.batching_config()
+
+    def _check_bundles(self) -> None:
+        bundles, size = self.placement_group_bundles, self.tensor_parallel_size
+        for name, mapping in (("resources", self.resources), ("label_selector", self.label_selector)):
+            _require(isinstance(mapping, typing.cast("type", Mapping)), f"engine.{name}", mapping, "a mapping")
+        if bundles is None:
+            return
+        wanted = f"a list of {size} mappings from resources to amounts above 0, one for each rank"
+        good = len(bundles) == size > 1 and all(_is_bundle(bundle) for bundle in bundles)
+        _require(good, "engine.placement_group_bundles", bundles, wanted)
 
     def batching_config(self) -> ContinuousBatchingConfig:
         """The engine's ContinuousBatchingConfig; raises ConfigError for a value that it refuses."""
@@ -303,6 +319,10 @@ def _coerce(hint: Any, value: Any, path: str) -> Any:
     right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     _require(right, path, value, f"of type {kind.__name__}")
     return value
+
+
+def _is_bundle(value: object) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(v, (int, float)) and v > 0 for v in value.values())
 
 
 def _names(cls: type) -> set[str]:

@@ -36,6 +36,7 @@ from .pulse import Pulse
 from .ray_metrics import RayMirror
 from .replica_router import BOARD
 from .replica_weights import ReplicaWeights
+from .tensor_parallel import Place, Team
 from .token_pipe import PipeOutlets, PipeTicket
 from .tracing import Tracing
 
@@ -90,8 +91,16 @@ class Engine:
         self._replica = serve.get_replica_context().replica_tag
         self._tracing = Tracing.of(spec.tracing, "cb-ray-engine")
         self._mirror = RayMirror(spec.model) if spec.ray_metrics else None
-        self._loaded = await asyncio.to_thread(spec.load or _load_model, spec)
+        self._team: Team | None = None
+        if spec.engine.tensor_parallel_size > 1 and spec.load is None:
+            self._team = team = Team(spec.model, spec.engine)
+            self._loaded = await team.beside(lambda: _load_model(spec, team.place))
+            team.watch()
+        else:
+            self._loaded = await asyncio.to_thread(spec.load or _load_model, spec)
         self._engine: Any = self._loaded.engine
+        if self._team is not None:
+            self._engine.others = self._team
         self._engine.start()
         self._outlets = PipeOutlets()
         self._board: Any | None = None
@@ -149,7 +158,7 @@ class Engine:
         return self._engine.stats()
 
     async def check_health(self) -> None:
-        """Serve asks every few seconds. Raises EngineFailedError when the engine has failed or a step is stuck."""
+        """Serve asks every few seconds. Raises EngineFailedError when the engine has failed, or a step or a rank is stuck."""
         error = self._engine.fatal_error or self._weights.unfit
         if error is not None:
             raise EngineFailedError(f"the engine has failed: {error}")
@@ -161,6 +170,13 @@ class Engine:
             error = EngineFailedError(f"no step has ended for {stuck_s:.0f} s though requests are in the engine")
             self._give_up(error)
             raise error
+        if self._team is not None:
+            try:
+                await self._team.check()
+            except EngineFailedError as error:
+                if self._team.is_lost:
+                    self._give_up(error)
+                raise
         self._pulse.touch()  # the Board hears of an idle replica at this pace
 
     def _give_up(self, error: EngineFailedError) -> None:
@@ -202,7 +218,12 @@ class Engine:
             self._weights.close()
             await self._outlets.aclose()
         with contextlib.suppress(AttributeError):
+            if self._team is not None:
+                self._team.part()
             await asyncio.to_thread(self._engine.stop, True, 10.0, hard_stop=True)
+        with contextlib.suppress(AttributeError):
+            if self._team is not None:
+                self._team.close()
 
     async def _prove(self) -> None:
         """Ready means: one real token came out."""
@@ -241,14 +262,14 @@ def _with_wait(chunk: TokenChunk, queued_s: float) -> TokenChunk:
     return replace(chunk, usage=replace(chunk.usage, created_time=chunk.usage.created_time - queued_s))
 
 
-def _load_model(spec: EngineSpec) -> LoadedEngine:
+def _load_model(spec: EngineSpec, place: Place | None = None) -> LoadedEngine:
     """The engine of a transformers model. What importing and loading make stays as long as the process: the garbage collector neither
     looks through it meanwhile, a tenth of the time, nor again in the middle of a stream."""
     gc.disable()
     try:
         from .engine_loading import load_engine
 
-        return load_engine(spec.model, spec.engine)
+        return load_engine(spec.model, spec.engine, place)
     finally:
         gc.freeze()
         gc.enable()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +18,18 @@ from transformers import AutoModelForCausalLM
 
 from ..config import ContinuousBatchingConfig, WorkloadHints
 from ..engine import build as engine_build
+from ..engine.follower import FollowerLoop
 from ..engine.machine import multiplies_bfloat16
 from ..engine.manager import ContinuousBatchingManager
 from ..engine.model_source import resolve_model
 from ..engine.parts import EngineParts
+from ..engine.rendezvous import load_share
 from ..engine.step_log import StepLog
 from ..errors import ConfigError
 from ..routing.reporter import PageNews
 from .args import EngineArgs
 from .engine_deployment import LoadedEngine
+from .tensor_parallel import Place
 
 logger = logging.getLogger("ray.serve")
 
@@ -39,31 +43,17 @@ def give_way() -> None:
     os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
-def load_engine(source: str, args: EngineArgs) -> LoadedEngine:
-    """The engine that `args` describe, over the model that `source` names; not started.
+def load_engine(source: str, args: EngineArgs, place: Place | None = None) -> LoadedEngine:
+    """The engine that `args` describe, over the model that `source` names; not started. `place`: it leads the ranks of a team.
 
     Raises ModelSourceError, ConfigError, UnsupportedModelError or MemoryError.
     """
-    if args.tensor_parallel_size != 1:
-        raise ConfigError(
-            "engine.tensor_parallel_size must be 1: an engine uses one device so far", "engine.tensor_parallel_size"
-        )
-    device = choose_device(args.device)
-    torch.set_num_threads(args.num_threads or os.cpu_count() or 1)
-    local = resolve_model(source, progress=False)
-    model: Any = load_weights(local.path, _dtype(args.dtype, device), device)
-    if args.dtype == "auto" and device.type == "cpu" and model.dtype == torch.float16:
-        model = model.float()  # no CPU multiplies it: as slow as float32, and narrower
-    model = model.to(device).eval()  # where it is already, unless it came by way of the host
-    manager = ContinuousBatchingManager(
-        model,
-        model.generation_config,
-        replace(args.batching_config(), per_request_processors=True),
-        build=_builder(args.max_model_len),
-    )
+    model = load_model(source, args, place)
+    build = _builder(args.max_model_len)
+    manager = ContinuousBatchingManager(model, model.generation_config, _settings(args), build=build)
     if args.warmup:
         manager.warmup()
-    if device.type == "cpu":
+    if model.device.type == "cpu":
         manager.on_start = give_way
     if args.step_log is not None:
         manager.on_step = StepLog(args.step_log).add
@@ -91,6 +81,40 @@ def load_weights(path: str, dtype: Any, device: torch.device) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **place)
 
 
+def load_follower(
+    source: str, args: EngineArgs, place: Place, failed: Callable[[BaseException], object]
+) -> tuple[FollowerLoop, Any]:
+    """A rank's share of that engine, which follows once it is run, and its model. `failed` hears at once of what goes wrong then."""
+    model = load_model(source, args, place)
+    parts = _builder(args.max_model_len)(model, model.generation_config, _settings(args), WorkloadHints())
+    assert parts.follower is not None, "the first rank leads"
+    if model.device.type == "cpu":
+        give_way()
+    return FollowerLoop(parts.follower, parts.runner, stats=parts.core.stats(), failed=failed), model
+
+
+def load_model(source: str, args: EngineArgs, place: Place | None = None) -> Any:
+    """The model, whole or this rank's share of it. Heads that cannot be shared out are refused before anything is loaded."""
+    device = choose_device(args.device)
+    torch.set_num_threads(args.num_threads or os.cpu_count() or 1)
+    local, dtype = resolve_model(source, progress=False), _dtype(args.dtype, device)
+    if place is None:
+        whole = load_weights(local.path, dtype, device)
+        if args.dtype == "auto" and device.type == "cpu" and whole.dtype == torch.float16:
+            whole = whole.float()  # no CPU multiplies it: as slow as float32, and narrower
+        return whole.to(device).eval()  # where it is already, unless it came by way of the host
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise ConfigError(
+            "a tensor parallel engine runs on the GPU that its process sees; set engine.device to cuda", "engine.device"
+        )
+    place.join(device, graph_mixing=not args.batching_config().disable_nccl_graph_mixing)
+    return load_share(local.path, dtype, place.size)
+
+
+def _settings(args: EngineArgs) -> ContinuousBatchingConfig:
+    return replace(args.batching_config(), per_request_processors=True)
+
+
 def choose_device(wanted: str) -> torch.device:
     """`auto` is the GPU that Ray gave this process, if it gave one."""
     if wanted == "auto":
@@ -111,7 +135,7 @@ def _builder(max_model_len: int | None) -> Any:
     """The engine's builder, with requests bounded to `max_model_len` tokens of prompt and answer."""
 
     def build(model: Any, generation_config: Any, config: ContinuousBatchingConfig, hints: WorkloadHints) -> EngineParts:
-        parts = engine_build.build(model, generation_config, config, hints)
+        parts = engine_build.build(model, generation_config, config, hints, owned=False)
         if max_model_len is None:
             return parts
         return replace(parts, limits=replace(parts.limits, max_length=min(max_model_len, parts.limits.max_length)))

@@ -102,7 +102,12 @@ class ReplicaWeights:
 
     async def _give(self) -> None:
         """A new Board wants the weights themselves."""
-        stored = Stored(await asyncio.to_thread(lambda: ray.put(self._engine.pack_weights())))
+        try:
+            packed = await asyncio.to_thread(self._engine.pack_weights)
+        except WeightsError as error:  # of a divided model no rank has them all
+            logger.warning("the Board was lost with the weights that it kept, and this replica cannot give them: %s", error)
+            return
+        stored = Stored(await asyncio.to_thread(ray.put, packed))
         self.has = replace(self.has, source=stored)
         await self._find().give_weights.remote(self.has.version, stored)
 

@@ -10,8 +10,9 @@ import yaml
 pytest.importorskip("ray")
 
 from cb_ray.errors import ConfigError
-from cb_ray.serving.app import Cluster, application, engine_options, parse_args, parse_models, router_options, settle
+from cb_ray.serving.app import Cluster, application, engine_options, parse_args, parse_models, placement, router_options, settle
 from cb_ray.serving.args import AppArgs
+from cb_ray.serving.tensor_parallel import by_node
 
 DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"
 LAPTOP, GPUS = Cluster(num_cpus=2, num_gpus=0), Cluster(num_cpus=64, num_gpus=8)
@@ -111,3 +112,41 @@ def test_every_deployment_file_builds(path):
     )
     built = application(parse_models(app["args"]), cluster=LAPTOP)
     assert built._bound_deployment.name == "Router"
+
+
+def test_a_tensor_parallel_replica_asks_for_a_bundle_for_each_rank():
+    """Resources are a replica's and shared out; bundles of one's own, custom resources and labels go to Ray as they are."""
+    options = placement(settle(parse_args({"engine": {"tensor_parallel_size": 4, "num_cpus": 2}}), GPUS))
+    assert options["placement_group_bundles"] == [{"CPU": 0.5, "GPU": 1.0}] * 4
+    assert options["placement_group_strategy"] == "PACK"
+    assert options["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 1.0, "resources": {}}
+    given = {
+        "tensor_parallel_size": 2,
+        "placement_group_strategy": "SPREAD",
+        "placement_group_bundles": [{"CPU": 1, "fast": 1}, {"CPU": 0.5}],
+        "label_selector": {"zone": "a"},
+    }
+    options = placement(settle(parse_args({"engine": given}), LAPTOP))
+    assert options["placement_group_bundles"] == given["placement_group_bundles"]
+    assert options["ray_actor_options"] == {"num_cpus": 1, "num_gpus": 0, "resources": {"fast": 1}}
+    assert options["placement_group_bundle_label_selector"] == [{"zone": "a"}]
+    nothing = placement(settle(parse_args({"engine": {"tensor_parallel_size": 2, "num_cpus": 0}}), LAPTOP))
+    assert nothing["placement_group_bundles"] == [{"CPU": 0.01}] * 2
+    one = placement(
+        settle(parse_args({"engine": {"num_cpus": 1, "resources": {"fast": 1}, "label_selector": {"zone": "!b"}}}), LAPTOP)
+    )
+    assert one == {
+        "ray_actor_options": {"num_cpus": 1.0, "num_gpus": 0.0, "resources": {"fast": 1}, "label_selector": {"zone": "!b"}}
+    }
+
+
+@pytest.mark.parametrize("bundles", [[{"CPU": 1}], [{"CPU": 1}, {}], [{"CPU": 1}, {"CPU": 0}], [{"CPU": 1}, "CPU"]])
+def test_bundles_that_are_not_one_for_each_rank_are_refused(bundles):
+    """The setting is named, with what is wanted of it."""
+    with pytest.raises(ConfigError, match=r"engine\.placement_group_bundles must be a list of 2 mappings"):
+        parse_args({"engine": {"tensor_parallel_size": 2, "placement_group_bundles": bundles}})
+
+
+def test_ranks_are_numbered_node_by_node():
+    """The first rank is bundle 0; those on its node come next, so that neighbours are near."""
+    assert by_node({"bundles_to_node_id": {0: "b", 1: "a", 2: "b", 3: "a", 4: "c"}}) == [0, 2, 1, 3, 4]
