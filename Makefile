@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 APP := deployments/app.yaml
 
-.PHONY: run test nightly check fix lint
+.PHONY: run test nightly check fix lint gpu
 
 run: .venv/.installed-run
 	$(BIN)/cb-ray serve --fetch $(APP)
@@ -17,6 +17,10 @@ test: .venv/.installed-test lint
 # The laws of the core and odd requests at the door, with ten thousand examples each; a thousand clients that leave.
 nightly: .venv/.installed-test
 	$(BIN)/python -m pytest tests/core tests/serving/test_http_fuzz.py tests/serving/test_abuse.py --hypothesis-profile=nightly --timeout=7200
+
+# On a machine with a GPU: needs torch, transformers, triton and pytest of whatever Python it is given, and installs nothing.
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -c tests/gpu/pytest.ini --durations=5 -q tests/gpu
 
 # Before a commit: everything but the tests that start a cluster or need the demo model.
 check: .venv/.installed-test lint

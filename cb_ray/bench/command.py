@@ -11,6 +11,7 @@ import importlib
 BENCHMARKS = {
     "abuse": "malformed requests and clients that leave, against a running server",
     "attention": "native attention against gathering and torch's own, and against the machine's memory",
+    "device": "tokens per second of random models of known shapes on a GPU, by batch, against its memory and transformers",
     "grammar": "what a JSON schema costs in tokens per second, and what requests without one see beside it",
     "kernels": "native products, MLPs and choosing tokens against torch's own",
     "offline": "tokens per second of a workload of token ids, in one process",

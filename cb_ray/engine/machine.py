@@ -9,10 +9,10 @@ other processes use is gone already when the system says what is available, so t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 
 from ..runtime.native.parts import multiplies_bfloat16
@@ -56,9 +56,18 @@ def least(machine: Machine, ranks: Ranks, *, shared: bool) -> Machine:
 def free_host_bytes(available: int | None = None, read: Read | None = None) -> int:
     """RAM that this process may still take, in bytes. `available` and `read` stand for the system's word and its files."""
     if available is None:
-        available = int(psutil.virtual_memory().available)
+        available = _available()
     limits = _cgroup_rooms(read or _read)
     return max(0, min([available, *limits]))
+
+
+def _available() -> int:
+    """What the system calls available; without psutil, pages that nobody uses at all."""
+    try:
+        import psutil
+    except ImportError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().available)
 
 
 def _free_cuda_bytes(device: torch.device) -> int:
