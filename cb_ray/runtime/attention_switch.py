@@ -20,9 +20,12 @@ _FIELD = "_attn_implementation_internal"
 class AttentionSwitch:
     """Puts a model's attention on one of our names for the thread that installs it, and back."""
 
-    def __init__(self, model: PreTrainedModel, name: str) -> None:
+    def __init__(self, model: PreTrainedModel, name: str, *, everyone: bool = False) -> None:
+        """`everyone`: for all threads, by the plain attribute: a compiler cannot trace a question about threads."""
         self._model = model
         self._name = name
+        self._everyone = everyone
+        self._olds: list[str | None] = []
         self._thread: int | None = None
         self._configs: list[Any] = []
 
@@ -33,16 +36,24 @@ class AttentionSwitch:
             return
         self.restore()
         self._configs = _configs(self._model)
+        self._thread = thread
+        if self._everyone:
+            self._olds = [config.__dict__.get(_FIELD) for config in self._configs]
+            for config in self._configs:
+                config.__dict__[_FIELD] = self._name
+            return
         for config in self._configs:
             names: dict[int, str] | None = getattr(type(config), "_names_by_thread", None)
             if names is None:
                 names = {}
                 config.__class__ = _asking_who(type(config), names)
             names[thread] = self._name
-        self._thread = thread
 
     def restore(self) -> None:
         """From any thread. Idempotent."""
+        for config, old in zip(self._configs, self._olds, strict=False):
+            config.__dict__[_FIELD] = old
+        self._olds = []
         for config in self._configs:
             names: dict[int, str] = getattr(type(config), "_names_by_thread", {})
             if self._thread is not None:

@@ -57,7 +57,7 @@ class PackedForward:
         self._modules = modules
         self._ranks = ranks
         self._orders = orders
-        self._switch = AttentionSwitch(model, attention.name)
+        self._switch = AttentionSwitch(model, attention.name, everyone=calls is not None)
         self._device = cache.flat.device
         self._graphs = graphs
         self._calls = calls or Calls(model, model)
