@@ -3,8 +3,8 @@
     cb-ray bench device --shapes 0.6b 8b --batches 1 32 128 256
 
 Owns the measurement only. The roof is what the device's memory gives to a large copy in the same run; a decode step cannot be faster
-than reading every weight and every cached key and value once. Host time is what planning, packing, launching and committing take a step,
-with the wait for the device left out. `whole` counts prompts too, and is what transformers is measured by.
+than reading every weight and every cached key and value once. Host time is what planning, packing, launching and committing take a
+step, with the wait for the device left out. `whole` counts prompts too, and is what transformers is measured by.
 """
 
 from __future__ import annotations
