@@ -7,8 +7,9 @@ padded to one of a few sizes, its packed buffer is copied to where every graph r
     tokens       the rows, or a multiple of `q_interval` up to 8 of them    of steps with chunks; larger ones gain nothing
     table pages  `decode_width` × 4ⁿ, or a multiple of `kv_interval` tokens
 
-Tokens that are carried over are put in place before the replay, so their number is no matter of sizes. At most `limit` graphs are kept,
-those used last; all share one pool of memory, since no two ever run at once. Knows no plan, no model and no request.
+Tokens that are carried over are put in place before the replay, so their number is no matter of sizes. At most `limit` graphs are
+kept; a new one takes the place of the one used longest ago only if that was long ago, and is run plainly otherwise. All share one pool
+of memory, since no two ever run at once. Knows no plan, no model and no request.
 """
 
 from __future__ import annotations
@@ -137,12 +138,24 @@ class _Kept:
     capture: Capture
     inputs: StepInputs
     output: torch.Tensor
+    used: int = 0  # the run that used it last
 
 
 class Graphs:
     """The captured passes of one runner, and the static buffer that they read."""
 
-    def __init__(self, sizes: Sizes, recorder: Recorder, device: torch.device, num_groups: int, limit: int = MOST_GRAPHS) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        recorder: Recorder,
+        device: torch.device,
+        num_groups: int,
+        limit: int = MOST_GRAPHS,
+        patience: int = 2048,
+    ) -> None:
+        """`patience`: a graph that was used in one of so many runs is not given up for another."""
+        self._patience = patience
+        self._runs = 0
         self.sizes = sizes
         self._recorder = recorder
         self._limit = limit
@@ -178,6 +191,7 @@ class Graphs:
 
         The result is written over by the next run.
         """
+        self._runs += 1
         inputs = unpack(self._staging.send(host), host, sizes)
         carry(inputs)
         key = (*sizes[:3], *sizes[4:])
@@ -189,12 +203,16 @@ class Graphs:
             if kept is None:
                 return compute(fixed)
         self._kept.move_to_end(key)
+        kept.used = self._runs
         kept.capture.replay()
         return kept.output
 
     def _capture(self, key: tuple[int, ...], inputs: StepInputs, compute: Callable[[StepInputs], torch.Tensor]) -> _Kept | None:
-        while len(self._kept) >= self._limit:
-            self._kept.popitem(last=False)
+        if len(self._kept) >= self._limit:
+            oldest, unused = next(iter(self._kept.items()))
+            if self._runs - unused.used <= self._patience:
+                return None
+            del self._kept[oldest]
         try:
             capture, output = self._recorder.capture(lambda: compute(inputs))
         except Exception as error:  # an operation that asks the device, or no memory: slower, and still right

@@ -130,8 +130,11 @@ def test_the_warm_up_captures_every_number_of_rows_and_shows_it(recorder: Dispat
 
 
 def test_no_more_graphs_are_kept_than_allowed() -> None:
-    """The one used longest ago goes first."""
-    graphs = Graphs(SIZES, DispatchRecorder(), torch.device("cpu"), 1, limit=2)
+    """The one used longest ago goes first, unless it was used lately: then the new one is run plainly, and nothing is captured
+    over and over.
+    """
+    recorder = DispatchRecorder()
+    graphs = Graphs(SIZES, recorder, torch.device("cpu"), 1, limit=2, patience=1)
 
     def go(rows: int) -> float:
         host, sizes = blank(Padded(rows, rows, rows, 2), 1)
@@ -139,6 +142,9 @@ def test_no_more_graphs_are_kept_than_allowed() -> None:
 
     assert [go(1), go(2), go(1), go(4), go(1)] == [1.0, 2.0, 1.0, 4.0, 1.0]
     assert len(graphs) == 2 and [key[0] for key in graphs._kept] == [4, 1]
+    assert go(2) == 2.0 and len(recorder.captures) == 4
+    graphs._patience = 100
+    assert go(4) == 4.0 and len(recorder.captures) == 4 and [key[0] for key in graphs._kept] == [1, 2]
 
 
 def test_a_pass_that_cannot_be_captured_is_run_plainly(recorder: DispatchRecorder, monkeypatch, caplog) -> None:
