@@ -25,7 +25,6 @@ class Patience(Enum):
 
     NONE = "none"
     CACHED = "cached"  # those where waiting is worth it, for what they have cached
-    ALL = "all"
 
 
 class Policy(Protocol):
@@ -58,10 +57,10 @@ class Picker(Policy, Protocol):
 
 
 class RoundRobin:
-    """The next one in a fixed order, whatever it is doing."""
+    """The next one in a fixed order that can begin, whatever else it is doing."""
 
     name = "round_robin"
-    patience = Patience.ALL
+    patience = Patience.NONE
 
     def __init__(self) -> None:
         self._last = ""

@@ -422,10 +422,7 @@ class Pool:
             else:
                 loads.append(load)
                 spared = max(spared, cached)
-        patience = self._policy.patience
-        if patience is Patience.ALL:
-            loads += behind
-        elif patience is Patience.CACHED:
+        if self._policy.patience is Patience.CACHED:
             loads += [load for load in behind if worth_waiting(tokens, load.cached_tokens, spared)]
         return loads
 
