@@ -110,7 +110,7 @@ def draw(panels: Sequence[Panel], path: Path, title: str = "", columns: int = 2)
             else:
                 axes.set_ylim(bottom=0)
             if panel.lines:
-                axes.legend()
+                axes.legend(loc="upper left")  # "best" is slow with many points, and says so
         if title:
             figure.suptitle(title)
         metadata = {"Date": None} if path.suffix == ".svg" else None
