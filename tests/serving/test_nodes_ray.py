@@ -1,0 +1,128 @@
+"""Several nodes: where the ranks of a replica are put, and what the loss of a node costs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster as Nodes
+from ray.util.placement_group import placement_group_table
+
+from cb_ray.messages import GenerateRequest
+from cb_ray.serving.app import Cluster, application, parse_args
+from cb_ray.serving.replica_router import find_board
+from tests.serving.fakes import PACED, STAGE, Stage, load_fake, token_of
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]
+APP, SMALL = "cb-ray", 80 * 2**20
+
+
+@pytest.fixture(scope="module")
+def nodes(tiny_model_dir) -> Iterator[Any]:
+    """A head that has the CPUs, for the Router, and two workers under a label, each with room for one replica of two ranks."""
+    head = {"num_cpus": 1, "resources": {"head": 1}, "object_store_memory": SMALL, "include_dashboard": False}
+    cluster = Nodes(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(2):
+            add_worker(cluster)
+        ray.init(address=cluster.address, namespace="cb-ray-tests")
+        stage = Stage.options(name=STAGE, resources={"head": 0.1}).remote()
+        ray.get(stage.flows.remote())
+        serve.start(proxy_location="Disabled")
+        yield cluster
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def add_worker(cluster: Any) -> Any:
+    return cluster.add_node(num_cpus=0, resources={"rank": 2}, object_store_memory=SMALL, labels={"pool": "engines"})
+
+
+def deploy(model: object, pool: dict[str, Any], **engine: Any) -> None:
+    """Replicas of two ranks. The engines are fakes: where they are is Ray's, what they compute is not the question."""
+    args = {
+        "model": str(model),
+        "pool": {"slots_per_replica": 8, "health_check_period_s": 1, **pool},
+        "engine": {"tensor_parallel_size": 2, "num_cpus": 0, "label_selector": {"pool": "engines"}, **engine},
+        "router": {"num_cpus": 0.1, "max_failovers": 3},
+    }
+    app = application(parse_args(args), cluster=Cluster(num_cpus=4, num_gpus=0), load=load_fake)
+    serve.run(app, name=APP, route_prefix="/")
+
+
+def placed() -> list[set[str]]:
+    """The nodes of each replica's placement group."""
+    groups = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
+    return [set(group["bundles_to_node_id"].values()) for group in groups]
+
+
+def workers() -> set[str]:
+    """The nodes that have the label."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Labels"].get("pool") == "engines"}
+
+
+async def read(name: str, salt: str = "") -> list[int]:
+    request = GenerateRequest(request_id=name, token_ids=(1, 2, 3), max_new_tokens=12, cache_salt=salt)
+    tokens: list[int] = []
+    async for chunk in serve.get_app_handle(APP).options(stream=True).generate.remote(request):
+        tokens += chunk.token_ids
+    assert tokens == [token_of(request, index) for index in range(12)]
+    return tokens
+
+
+async def replicas_come(gone: set[str], count: int) -> None:
+    """Until the pool has `count` replicas, besides those that are `gone`."""
+    board, seen = find_board(APP, "Engine"), -1
+    while True:
+        seen, pool = await board.watch.remote(seen)
+        if len(pool["replicas"].keys() - gone) >= count:
+            return
+
+
+def test_a_lost_node_loses_no_request_and_the_pool_comes_back(nodes, tiny_model_dir):
+    """Eight streams over two replicas, each packed on a node of its own; one node dies in the middle. Every stream ends with its
+    right tokens on the other, more are served meanwhile, and when a new node comes the pool has two replicas again.
+    """
+    deploy(tiny_model_dir, {"min_replicas": 2, "max_replicas": 2}, resources={"rank": 1})
+    assert all(len(group) == 1 for group in placed()) and set.union(*placed()) == workers()
+    stage = ray.get_actor(STAGE, namespace="cb-ray-tests")
+
+    async def story() -> None:
+        await stage.close.remote()
+        await stage.open.remote()
+        old = set((await find_board(APP, "Engine").snapshot.remote())["replicas"])
+        streams = [asyncio.create_task(read(f"paced-{number}", PACED)) for number in range(8)]
+        await stage.happened.remote("paced", 8)
+        begun = time.monotonic()
+        await asyncio.to_thread(nodes.remove_node, next(iter(nodes.worker_nodes)), False)
+        await stage.go_on.remote()
+        await asyncio.gather(*streams)
+        moved = time.monotonic() - begun
+        await asyncio.gather(*(read(f"after-{number}") for number in range(4)))
+        begun = time.monotonic()
+        add_worker(nodes)  # in this thread: Ray's Node sets signal handlers
+        await replicas_come(old, 1)
+        back = time.monotonic() - begun
+        print(f"a node lost: 8 streams whole, the last one {moved:.1f} s later; 2 replicas {back:.1f} s after a new node")
+        await asyncio.gather(*(read(f"again-{number}") for number in range(4)))
+
+    asyncio.run(story())
+    assert all(len(group) == 1 for group in placed()) and len(set.union(*placed())) == 2
+
+
+def test_ranks_are_spread_by_setting(nodes, tiny_model_dir):
+    """SPREAD puts the two ranks of a replica on two nodes, with bundles as they are given."""
+    given = [{"rank": 1}, {"rank": 0.9}]
+    deploy(tiny_model_dir, {}, placement_group_strategy="SPREAD", placement_group_bundles=given)
+    assert workers() in placed()
+    asyncio.run(read("spread"))
