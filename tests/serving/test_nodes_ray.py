@@ -14,6 +14,7 @@ pytest.importorskip("ray")
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster as Nodes
+from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group_table
 
 from cb_ray.messages import GenerateRequest
@@ -81,10 +82,20 @@ async def read(name: str, salt: str = "") -> list[int]:
 
 
 async def replicas_come(gone: set[str], count: int) -> None:
-    """Until the pool has `count` replicas, besides those that are `gone`."""
-    board, seen = find_board(APP, "Engine"), -1
+    """Until the pool has `count` replicas, besides those that are `gone`. The Board may have been on the node that was lost; then
+    requests, which are served without it, pass the time until there is another."""
+    board, seen, asked = find_board(APP, "Engine"), -1, 0
     while True:
-        seen, pool = await board.watch.remote(seen)
+        if board is None:
+            asked += 1
+            await read(f"meanwhile-{asked}")
+            board, seen = find_board(APP, "Engine"), -1
+            continue
+        try:
+            seen, pool = await board.watch.remote(seen)
+        except RayActorError:
+            board = None
+            continue
         if len(pool["replicas"].keys() - gone) >= count:
             return
 
