@@ -134,6 +134,8 @@ def test_a_lost_node_loses_no_request_and_the_pool_comes_back(nodes, tiny_model_
 def test_ranks_are_spread_by_setting(nodes, tiny_model_dir):
     """SPREAD puts the two ranks of a replica on two nodes, with bundles as they are given."""
     given = [{"rank": 1}, {"rank": 0.9}]
+    if APP in serve.status().applications:
+        serve.delete(APP)  # replicas of the test before leave no node free
     deploy(tiny_model_dir, {}, placement_group_strategy="SPREAD", placement_group_bundles=given)
     assert workers() in placed()
     asyncio.run(read("spread"))
