@@ -69,7 +69,7 @@ def test_a_file_for_this_machine_answers_a_chat(door, smollm2, name):
 @pytest.mark.parametrize("name", GPUS)
 def test_a_file_for_gpus_says_what_is_missing(door, tiny_model_dir, name):
     """Without GPUs its engines wait to be placed: Serve names what a replica asks for, and the door is up meanwhile, not ready."""
-    args = args_of(name) | {"model": str(tiny_model_dir)}
+    args: dict[str, Any] = {**args_of(name), "model": str(tiny_model_dir)}
     args["pool"]["graceful_shutdown_timeout_s"] = 1  # Serve waits as long for a replica that was never placed
     ranks = args["engine"].get("tensor_parallel_size", 1)
     serve.run_many([serve.RunTarget(build(args), name=APP, route_prefix="/")], wait_for_applications_running=False)
