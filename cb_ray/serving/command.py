@@ -28,7 +28,8 @@ NAME = "cb-ray"
 # Ray Serve's settings for many small messages: HAProxy in front, replicas that talk directly, and a router with a loop of its
 # own so that plain Python callers keep working. A stream may live half an hour behind a proxy that reloads, and a replica that
 # stops lingers for two seconds, not thirty: the proxy is told at once, and no other balancer is there to be waited for. Ray
-# reads them when it starts; what the user has set stays.
+# reads them when it starts; what the user has set stays. Workers are as nice as anyone, so that the door goes before engines that
+# compute on the same CPU, which are nicer.
 DATA_PLANE = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",

@@ -156,6 +156,7 @@ def story(work: Callable[[Stage], Awaitable[None]], replicas: int = 3) -> None:
 @asynccontextmanager
 async def staged(replicas: int) -> AsyncGenerator[Stage]:
     stage = Stage()
+    stage.board.members(set(), False)  # Serve has said that none runs yet: nobody is waited for
     try:
         for n in range(replicas):
             await stage.start(f"r{n}")
