@@ -85,5 +85,6 @@ def test_the_page_of_clients_knows_them_all() -> None:
         "The anthropic package",
         "LangChain",
         "Load generators",
+        "Against OpenAI's surface",
     ]
     assert len(SNIPPETS) == 7

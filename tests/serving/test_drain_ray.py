@@ -33,7 +33,7 @@ def stage(tiny_model_dir) -> Iterator[Any]:
     nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, **SMALL})
     try:
         for _ in range(2):
-            nodes.add_node(num_cpus=2, object_store_memory=80 * 2**20)
+            nodes.add_node(num_cpus=3, object_store_memory=80 * 2**20)  # the Router may land there, too
         ray.init(address=nodes.address, namespace="cb-ray-tests")
         stage = Stage.options(name=STAGE).remote()
         ray.get(stage.flows.remote())
