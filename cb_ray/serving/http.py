@@ -26,7 +26,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
 from .. import __version__
-from ..errors import BodyTooLargeError, InvalidRequestError, RequestTimeoutError
+from ..errors import BodyTooLargeError, InvalidRequestError, QueueFullError, RequestTimeoutError
 from . import messages_dialect, responses_dialect
 from .answering import Answerer, AnyReply, public_error
 from .chat_dialect import ChatBody, ChatReply, chat_choices, check_chat, tokenize_chat
@@ -118,7 +118,7 @@ class Door:
         self.keyring = Keyring(settings.api_keys, settings.api_keys_file)
         self.gate = gate or TenantGate(settings.num_routers)
         self.tracing = Tracing()  # off, unless who builds the door sets another
-        self._pool = pool
+        self._pool, self._refused = pool, False  # whether the pool had no place when it was last heard of
         self._answerer = Answerer(source, self.metrics, settings, pool)
         if store is None and settings.stored_response_bytes:
             store = ResponseStore(settings.stored_response_bytes)
@@ -268,6 +268,7 @@ class Door:
             except (ClientDisconnected, ClientDisconnect):
                 response = Response(status_code=499)  # nobody reads it; it is for the log and the counters
             except Exception as error:
+                self._refused = self._refused or isinstance(error, QueueFullError)
                 shown = public_error(error, request_id)
                 self.metrics.rejections.labels(shown.code or shown.openai_type).inc()
                 request.state.log.update(error=str(shown))
@@ -331,11 +332,17 @@ class Door:
             choices.append(choice if admitted == asked else replace(choice, request=admitted))
         return choices
 
-    def _places(self, head: ReplyHead, count: int, long: bool) -> contextlib.AbstractAsyncContextManager[None]:
-        """Places in the pool while a long text is tokenized: a full pool refuses it before, not after, the work."""
-        if self._pool is None or not long:
-            return contextlib.nullcontext()
-        return self._pool.places([f"{head.id}-{index}" for index in range(count)])
+    @contextlib.asynccontextmanager
+    async def _places(self, head: ReplyHead, count: int, long: bool) -> AsyncGenerator[None]:
+        """Places in the pool while a long text is tokenized: a full pool refuses it before, not after, the work. While the pool
+        refuses, all ask for places first, since a refusal then takes one call to the Board and no more.
+        """
+        if self._pool is None or not (long or self._refused):
+            yield
+            return
+        async with self._pool.places([f"{head.id}-{index}" for index in range(count)]):
+            self._refused = False
+            yield
 
     async def _parsed(self, request: Request, kind: type[Body]) -> Body:
         """The body of a request as `kind`, for the model that is served. Raises InvalidRequestError, UnknownModelError."""

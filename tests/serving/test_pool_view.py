@@ -91,6 +91,23 @@ def test_places_are_given_back_however_the_request_ends(ends):
     assert board.pool.snapshot(0.0)["places"] == 0
 
 
+def test_while_the_pool_refuses_places_are_asked_for_first(monkeypatch):
+    """In a storm of requests a refusal is one call to the Board: nothing is tokenized, nothing goes through a handle. The first
+    request that gets a place is the last that asks for one."""
+    board = LocalBoard()
+    here = door(board)
+    here.source.fails = QueueFullError(4, 4)
+    assert here.chat("Hi").status_code == 429 and "reserve" not in board.calls
+    board.fill(4)
+    with monkeypatch.context() as patch:
+        patch.setattr("cb_ray.serving.http.tokenize_chat", lambda *_: pytest.fail("it was tokenized"))
+        assert [here.chat("Hi").status_code for _ in range(2)] == [429, 429]
+    board.pool.release(0.0, "t3")
+    here.source.fails = None
+    assert [here.chat("Hi").status_code for _ in range(2)] == [200, 200]
+    assert board.calls.count("reserve") == 3 and board.pool.snapshot(0.0)["places"] == 0
+
+
 def test_short_prompts_cost_the_board_nothing_more():
     """Their tokens are made faster than a place is kept; the request itself is admitted or refused."""
     board = LocalBoard()
