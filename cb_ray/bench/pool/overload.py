@@ -19,7 +19,7 @@ from .model import prompt_of
 from .sitting import Sitting, after
 
 SLOTS = 4  # of a replica
-QUEUE = 8
+QUEUE = 2  # who waits longer than half of what a calm first token takes had better come back: so short is a line that bounds TTFT
 PROMPT, MEAN_ANSWER, LONGEST_ANSWER = 64, 32, 128
 CALM, STORM = 0.9, 3.0
 _REFUSAL_S, _SLOWER = 0.020, 1.5
