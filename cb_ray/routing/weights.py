@@ -333,6 +333,9 @@ class WeightsBook:
             update.phase = "loading"
 
     def _bring(self, now: float, update: _Update, goal: int) -> None:
+        for replica in self._replicas.values():
+            if replica.version == goal and not self._loads(replica):
+                replica.going_off = False  # the update went back before this one's streams had ended: it has what is wanted
         left = {name: replica for name, replica in self._replicas.items() if replica.version != goal and not replica.unfit}
         serving = [replica for replica in left.values() if self._may_serve(replica)]
         for name, replica in left.items():
