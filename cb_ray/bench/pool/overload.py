@@ -62,7 +62,9 @@ async def run(sitting: Sitting, routers: Sequence[int], seconds: float, tell: Te
         tell(f"{name} and {sitting.replicas} replicas start")
         await sitting.deploy(settings(count))
         tell("capacity")
-        capacity = await measure_capacity(sitting, seconds / 3)
+        slots = SLOTS * sitting.replicas
+        full = Plan(url=sitting.url, bodies=bodies(256, 0), concurrency=slots + QUEUE // 2, rounds=0)
+        capacity = await measure_capacity(full, slots, seconds / 3)
         phases: list[dict[str, Any]] = []
         for load, length in ((CALM, seconds / 3), (STORM, seconds)):
             tell(f"{name}, {load:g} times {capacity:.1f} requests/s")
@@ -73,10 +75,10 @@ async def run(sitting: Sitting, routers: Sequence[int], seconds: float, tell: Te
     done(Outcome(scenario="overload", rows=rows, verdicts=verdicts, settings=sitting.settings))
 
 
-async def measure_capacity(sitting: Sitting, seconds: float) -> float:
-    """Answers per second while every slot is full, its first quarter left out."""
-    slots = SLOTS * sitting.replicas
-    async with Load.of(Plan(url=sitting.url, bodies=bodies(256, 0), concurrency=slots + QUEUE // 2, rounds=0)) as load:
+async def measure_capacity(plan: Plan, slots: int, seconds: float) -> float:
+    """Answers per second while every slot is full, its first quarter left out. `plan` keeps more requests up than there are slots.
+    Raises RuntimeError when too few answers ended in `seconds`."""
+    async with Load.of(plan) as load:
         await load.until(lambda heard: len(heard.records) >= slots)
         await after(seconds)
         records = await load.stop()

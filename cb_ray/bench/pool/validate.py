@@ -29,8 +29,8 @@ from .failures import Tell, body
 from .judge import Outcome, Verdict, percentile, waits
 from .load import Load
 from .model import prompt_of
-from .overload import arrivals
-from .sitting import Sitting, after
+from .overload import arrivals, measure_capacity
+from .sitting import Sitting
 
 PAGE, SLOTS, STEP_TOKENS, CACHE_PAGES = 16, 8, 256, 200
 DOCUMENTS, DOCUMENT, OWN = 16, 128, 48  # tokens of a prompt: its document's and its own
@@ -103,7 +103,9 @@ async def run(sitting: Sitting, seconds: float, tell: Tell, done: Callable[[Outc
         tell(f"{sitting.replicas} replicas start")
         await sitting.deploy(settings(logs))
         tell("every slot full")
-        capacity = await full(sitting, seconds)
+        slots = SLOTS * sitting.replicas
+        full = plan_of(sitting, requests([0.0] * 512, 0), concurrency=slots + 4, rounds=0)
+        capacity = await measure_capacity(full, slots, seconds)
         fit = fit_costs(read_steps(sorted(Path(logs).glob("steps-*.jsonl"))))
         tell("lone requests")
         costs = evened(fit)
@@ -171,21 +173,6 @@ def hops_of(alone: Sequence[Record], costs: StepCosts) -> Hops:
     step_s = costs.seconds(StepWork(tokens, 1, 0, tokens * (tokens + 1) // 2))
     rest = percentile(waits(alone), 0.5) - step_s - usual.grant_s - usual.answer_s
     return Hops(door_s=max(0.0, rest))
-
-
-async def full(sitting: Sitting, seconds: float) -> float:
-    """Answers per second while every slot is full, its first quarter left out."""
-    slots = SLOTS * sitting.replicas
-    async with Load.of(plan_of(sitting, requests([0.0] * 512, 0), concurrency=slots + 4, rounds=0)) as load:
-        await load.until(lambda heard: len(heard.records) >= slots)
-        await after(seconds)
-        records = await load.stop()
-    ends = sorted(record.ended for record in records if not record.error)[slots // 2 : -slots]
-    if len(ends) < slots:
-        raise RuntimeError(
-            f"{len(ends)} answers in {seconds:g} s are too few to learn from; give it more time or a smaller model"
-        )
-    return (len(ends) - 1) / (ends[-1] - ends[0])
 
 
 async def lone(sitting: Sitting) -> list[Record]:
