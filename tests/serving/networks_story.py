@@ -1,10 +1,12 @@
-"""What the first of two nodes runs in `test_networks_ray.py`: `networks_story.py ADDRESS OWN_IP MODEL`; prints what it saw as JSON."""
+"""What the first of two nodes runs in `test_networks_ray.py`: `networks_story.py ADDRESS OWN_IP MODEL SEEN`; writes what it saw to
+SEEN as JSON, since Ray prints what its daemons say whenever it likes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
+from pathlib import Path
 
 import ray
 from ray import serve
@@ -24,7 +26,7 @@ async def read() -> list[int]:
     return tokens
 
 
-def main(address: str, own_ip: str, model: str) -> None:
+def main(address: str, own_ip: str, model: str, seen: str) -> None:
     ray.init(address=address, _node_ip_address=own_ip)
     serve.start(proxy_location="Disabled")
     engine = {"tensor_parallel_size": 2, "placement_group_strategy": "STRICT_SPREAD", "num_cpus": 0.4, "num_threads": 1}
@@ -35,7 +37,8 @@ def main(address: str, own_ip: str, model: str) -> None:
     (group,) = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
     tokens = asyncio.run(read())
     serve.shutdown()
-    print(json.dumps({"nodes": sorted(addresses[node] for node in group["bundles_to_node_id"].values()), "tokens": tokens}))
+    nodes = sorted(addresses[node] for node in group["bundles_to_node_id"].values())
+    Path(seen).write_text(json.dumps({"nodes": nodes, "tokens": tokens}))
 
 
 if __name__ == "__main__":

@@ -67,9 +67,10 @@ def start_node(network: str, *words: str) -> subprocess.Popen[str]:
     raise AssertionError("".join(said))
 
 
-def test_ranks_on_two_networks_find_each_other(networks, tiny_model_dir):
+def test_ranks_on_two_networks_find_each_other(networks, tiny_model_dir, tmp_path):
     """Each rank is on a node of its own, reachable by one address of several: the same tokens as one rank."""
     first, second = networks
+    found = tmp_path / "seen.json"
     address = f"{IPS[0]}:6379"
     with ExitStack() as running:
         place = running.enter_context(
@@ -82,10 +83,10 @@ def test_ranks_on_two_networks_find_each_other(networks, tiny_model_dir):
             node = start_node(network, *words)
             running.callback(node.communicate)
             running.callback(node.terminate)
-        command = ["ip", "netns", "exec", first, sys.executable, str(STORY), address, IPS[0], str(tiny_model_dir)]
+        command = ["ip", "netns", "exec", first, sys.executable, str(STORY), address, IPS[0], str(tiny_model_dir), str(found)]
         ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=150, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
-    seen = json.loads(ran.stdout.strip().splitlines()[-1])
+    seen = json.loads(found.read_text())
     ids = torch.tensor([[5, 6, 7, 8]])
     alone = make_model("llama").generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert seen == {"nodes": list(IPS), "tokens": alone[0, 4:].tolist()}
