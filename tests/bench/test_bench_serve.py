@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_control_c_reports_what_was_measured(tmp_path: Path) -> None:
     async def first_only(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if body["max_tokens"] == 4:
             return await well(request, body)
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -141,8 +142,14 @@ def test_control_c_reports_what_was_measured(tmp_path: Path) -> None:
     with serving_beside(first_only) as url:
         command = [sys.executable, "-m", "cb_ray.cli", "bench", "serve", "--base-url", url, "--work", str(work)]
         command += ["--concurrency", "1", "--warm-up", "0", "--json", str(results)]
+        told = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children would ignore it
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        out, err = process.communicate(timeout=60)
+        signal.signal(signal.SIGINT, told)
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            process.wait()
     assert process.returncode == 0, err
     (point,) = json.loads(results.read_text())["points"]
     assert point["unsent"] >= 1 and point["completed"] >= 1

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 
 pytest.importorskip("ray")
 
-import psutil
 import ray
 import torch
 from ray import serve
@@ -26,6 +23,7 @@ from cb_ray.messages import GenerateRequest, SamplingParams, TokenChunk, Usage
 from cb_ray.serving.app import Cluster, application, parse_args
 from cb_ray.serving.handle_source import own_error
 from cb_ray.serving.replica_router import find_board
+from tests.serving.teams import replicas
 from tests.tiny import make_model
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]
@@ -148,8 +146,7 @@ def test_a_killed_engine_changes_no_token(pool, model):
 
 
 def kill_an_engine() -> bool:
-    found = [p for p in psutil.Process().children(recursive=True) if f"ServeReplica:{APP}:Engine" in " ".join(p.cmdline())]
-    os.kill(found[0].pid, signal.SIGKILL)
+    replicas(APP)[0].kill()
     return True
 
 

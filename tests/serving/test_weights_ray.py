@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import random
-import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 
 pytest.importorskip("ray")
 
-import psutil
 import ray
 import torch
 from ray import serve
@@ -25,6 +23,7 @@ from cb_ray.errors import InvalidRequestError, NoReplicaError, UpdateRunningErro
 from cb_ray.messages import GenerationOutput, RequestStatus
 from cb_ray.serving.app import Cluster, application, parse_args
 from cb_ray.serving.replica_router import find_board
+from tests.serving.teams import replicas
 from tests.tiny import make_model
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(280)]
@@ -131,10 +130,6 @@ def all_say(manager: RemoteManager, weights: Weights, version: int) -> None:
         assert output.generated_tokens == weights.says(version, number % len(weights.prompts))
 
 
-def engines() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if f"ServeReplica:{APP}:Engine" in " ".join(p.cmdline())]
-
-
 def test_a_rolling_update_under_load(manager, weights, tmp_path):
     """From a directory: no request fails, none waits for a replica that stands still, all tokens are of the version they name."""
     weights.add(1, seed=1).save_pretrained(tmp_path)
@@ -210,7 +205,7 @@ def test_a_new_replica_and_a_new_board_know_the_weights(manager, weights):
     """What Serve makes anew has the pool's weights before it serves: a replica from the Board, the Board from the replicas."""
     with Load(manager, weights, threads=2) as load:
         before = set(manager.pool()["replicas"])
-        os.kill(engines()[0].pid, signal.SIGKILL)
+        replicas(APP)[0].kill()
         while len(now := set(manager.pool()["replicas"])) < REPLICAS or now == before:
             pass
         all_say(manager, weights, 7)
@@ -219,9 +214,7 @@ def test_a_new_replica_and_a_new_board_know_the_weights(manager, weights):
             with contextlib.suppress(NoReplicaError):
                 if manager.pool()["weights"] == {"wanted": 7, "update": None, "versions": dict.fromkeys(now, 7)}:
                     break
-        os.kill(
-            engines()[0].pid, signal.SIGKILL
-        )  # the object store's copy went with the old Board; a replica gave it another one
+        replicas(APP)[0].kill()  # the object store's copy went with the old Board; a replica gave it another one
         while len(later := set(manager.pool()["replicas"])) < REPLICAS or later == now:
             pass
     load.check()
