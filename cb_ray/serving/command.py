@@ -11,7 +11,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,27 +153,41 @@ def _serve(settings: Mapping[str, Any], *, host: str, port: int) -> int:
 
     from .app import build
 
-    serve.start(http_options={"host": host, "port": port})
-    try:
+    def start() -> None:
+        serve.start(http_options={"host": host, "port": port})
         serve.run(build(dict(settings)), name=NAME, route_prefix="/")
         names = ", ".join(args.model_name for args in parse_models(settings))
         print(f"{names} is served at http://{host}:{port}/v1; Ctrl-C ends it", flush=True)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does; Ray's own handler would dump a stack
-        signal.pause()
-    except KeyboardInterrupt:
-        print("stopping", file=sys.stderr)
-    finally:
-        serve.shutdown()
-    return 0
+
+    return _stay(start)
 
 
 def _serve_file(file: str) -> int:
     from ray.serve.scripts import cli
 
+    def start() -> None:
+        try:
+            with cli.make_context("serve", ["run", "--non-blocking", file]) as context:  # its `main` would rename an interrupt
+                cli.invoke(context)
+        except Exception as error:  # click's own errors, whose message is the whole story
+            raise CbRayError(str(error)) from error
+
+    return _stay(start)
+
+
+def _stay(start: Callable[[], None]) -> int:
+    """Connect to Ray, `start`, and serve until SIGINT or SIGTERM; then everything that was started ends, quietly."""
+    import ray
+    from ray import serve
+
+    ray.init(namespace="serve")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; the handler that Ray has just set would dump a stack
     try:
-        cli(["run", file], prog_name="serve", standalone_mode=False)
+        start()
+        signal.pause()
     except KeyboardInterrupt:
-        return 0
-    except Exception as error:  # click's own errors, whose message is the whole story
-        raise CbRayError(str(error)) from error
+        print("stopping", file=sys.stderr)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
     return 0
