@@ -17,6 +17,8 @@
     ├── TenantLimitError                      429  a tenant uses all that it may; come back later
     ├── RequestCancelledError                 499  the caller gave up first
     ├── NotSupportedError                     501  a route that this model or server does not have
+    ├── LogitsError (FloatingPointError)      500  the model gave no finite logits for this request; only it fails
+    ├── ProcessorError (RuntimeError)         500  scores could not be processed for this request; only it fails
     ├── EngineStoppedError (RuntimeError)     503  the engine takes no more requests
     ├── EngineFailedError (RuntimeError)      503  a step failed; every request in flight failed with it
     ├── ReplicaLostError (RuntimeError)       503  the replica that served this request is gone
@@ -254,6 +256,28 @@ class RequestCancelledError(CbRayError):
 
     def __str__(self) -> str:
         return f"request {self.request_id} was cancelled"
+
+
+class LogitsError(CbRayError, FloatingPointError):
+    """The model computed NaN or infinity for one request. Any other replica would compute the same, so nobody is asked again."""
+
+    code = "nan_logits"
+
+    def __str__(self) -> str:
+        return "the model gave no finite logits for this request: its weights are broken, or its dtype is too small for them"
+
+
+class ProcessorError(CbRayError, RuntimeError):
+    """A logits processor raised on one request's scores. `cause` is the text of the original exception."""
+
+    code = "processor_failed"
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"the scores of this request's next token could not be processed: {self.cause}"
 
 
 class EngineStoppedError(CbRayError, RuntimeError):

@@ -85,6 +85,15 @@ def _randomize(model: PreTrainedModel, embedding_std: float) -> None:
                 parameter.copy_(noise * embedding_std)
 
 
+def break_token(model: PreTrainedModel, token: int) -> None:
+    """Make the embedding of `token` NaN, so that the model gives no numbers where a text has it, and only there."""
+    import torch
+
+    table: Any = model.get_input_embeddings()
+    with torch.no_grad():
+        table.weight[token] = torch.nan
+
+
 _TEXT = """The engine counts pages and the pages hold keys and values. A request that has been seen before finds its pages
 again and there is nothing left to compute but the rest. When memory is short, the newest request waits and then it
 continues where it stood. The answer does not change, whatever else is in the batch: that is the promise of the house.

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..core.plan import Row, StepResult
-from ..errors import InvalidRequestError
+from ..errors import CbRayError, InvalidRequestError, LogitsError, ProcessorError
 from ..messages import SamplingParams, TopLogprobs
 from .native.choosing import choose as native_choose
 from .native.choosing import divisor
@@ -50,6 +50,7 @@ class Sampled:
 
     tokens: torch.Tensor  # int64 [S]
     best: torch.Tensor  # [S]: each row's greatest score; no finite number: the row cannot be sampled
+    rows: Sequence[Row]
     index_of: Sequence[int]
     errors: dict[int, Exception]
     shown: Sequence[int] = ()  # rows whose logprobs are wanted
@@ -65,7 +66,7 @@ class Sampled:
 
     def result(self) -> StepResult:
         """As the core takes it."""
-        errors = {**_errors(self.best, self.index_of), **self.errors}
+        errors = {**_errors(self.best, self.rows, self.index_of), **self.errors}
         if self.logprobs is None:
             return StepResult(self.tokens.tolist(), errors=errors)
         chosen = [0.0] * len(self.index_of)
@@ -103,11 +104,11 @@ def choose_tokens(
         try:
             scores[s] = shape(scores[s], rows[s], processors)
         except Exception as error:
-            errors[index_of[s]] = error
+            errors[index_of[s]] = error if isinstance(error, CbRayError) else ProcessorError(f"{type(error).__name__}: {error}")
             scores[s] = 0.0
     if not shown:
         best, tokens = choose(scores, rows)
-        return Sampled(tokens, best, index_of, errors)
+        return Sampled(tokens, best, rows, index_of, errors)
     quiet = [s for s, row in enumerate(rows) if row.sampling.logprobs is None]
     best = torch.empty(len(rows), device=scores.device)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
@@ -126,7 +127,7 @@ def choose_tokens(
     wanted = [(place, s, rows[s].sampling.logprobs or 0) for place, s in enumerate(shown) if rows[s].sampling.logprobs]
     bests = [logprobs[place].topk(min(count, logprobs.shape[1])) for place, _, count in wanted]
     tops = [(index_of[s], values, ids) for (_, s, _), (values, ids) in zip(wanted, bests, strict=True)]
-    return Sampled(tokens, best, index_of, errors, shown, chosen, tops)
+    return Sampled(tokens, best, rows, index_of, errors, shown, chosen, tops)
 
 
 def choose(scores: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,18 +159,21 @@ def _is_shaped(row: Row) -> bool:
     return bool(sampling.weighs_history or sampling.logit_bias or sampling.allowed_token_ids or row.min_tokens_left)
 
 
-def _errors(best: torch.Tensor, index_of: Sequence[int]) -> dict[int, Exception]:
-    """A row whose best score is NaN or +inf cannot be sampled, and is the model's fault; all of it at -inf is the request's own."""
+def _errors(best: torch.Tensor, rows: Sequence[Row], index_of: Sequence[int]) -> dict[int, Exception]:
+    """What is wrong with each row whose best score is no finite number, by its place in the plan."""
     good = torch.isfinite(best)
     if bool(good.all()):
         return {}
-    return {index_of[s]: _error(float(best[s])) for s in torch.nonzero(~good)[:, 0].tolist()}
+    return {index_of[s]: _error(float(best[s]), rows[s]) for s in torch.nonzero(~good)[:, 0].tolist()}
 
 
-def _error(best: float) -> Exception:
-    if best == -torch.inf:
-        return InvalidRequestError("what the request allows and forbids leaves no token to choose; the answer ends here")
-    return FloatingPointError("the model gave logits that are not numbers; the request ends here")
+def _error(best: float, row: Row) -> Exception:
+    """All of it at -inf is the request's own doing where it forbids tokens; NaN, infinity, and all else is the model's."""
+    if best == -torch.inf and (row.sampling.grammar is not None or _is_shaped(row)):
+        return InvalidRequestError(
+            "what the request allows and forbids leaves no token to choose; the answer ends here", code="nothing_to_choose_from"
+        )
+    return LogitsError()
 
 
 def shape(scores: torch.Tensor, row: Row, processors: Sequence[Processor] = ()) -> torch.Tensor:

@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self, TypeVar
 
-from ..errors import InvalidRequestError, ReplicaLostError, RequestCancelledError
-from ..messages import GenerateRequest, RequestStatus, SamplingParams, TokenChunk, TopLogprobs, Usage
+from ..errors import ReplicaLostError, RequestCancelledError
+from ..messages import GenerateRequest, RequestStatus, TokenChunk, TopLogprobs, Usage
 from ..text.detokenizer import TextDelta, TokenInfo
 from .metrics import Metrics
 
@@ -128,7 +128,7 @@ async def _one(source: TokenSource, choice: Choice, metrics: Metrics) -> AsyncGe
         try:
             async for chunk in chunks:
                 if chunk.error is not None:
-                    raise _blamed(chunk.error, choice.request.sampling)
+                    raise chunk.error
                 if chunk.status is RequestStatus.CANCELLED:
                     raise RequestCancelledError(choice.request.request_id)
                 count.chunk(len(chunk.token_ids))
@@ -141,22 +141,6 @@ async def _one(source: TokenSource, choice: Choice, metrics: Metrics) -> AsyncGe
         finally:
             await close_source(chunks)
     raise ReplicaLostError("", choice.text.num_tokens)
-
-
-def _blamed(error: Exception, sampling: SamplingParams) -> Exception:
-    """The engine's error; where nothing was left to choose from, and the request's own parameters can do that, as theirs."""
-    bends = (
-        not 0.1 <= sampling.repetition_penalty <= 10
-        or 0 < sampling.temperature < 0.01
-        or bool(sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words or sampling.min_tokens)
-        or sampling.grammar is not None
-    )
-    if not isinstance(error, FloatingPointError) or not bends:
-        return error
-    return InvalidRequestError(
-        "with these sampling parameters no token is left to choose from, or scores are no longer numbers; take milder ones",
-        code="nothing_to_choose_from",
-    )
 
 
 class _Count:

@@ -18,6 +18,7 @@ from cb_ray.core.plan import BatchPlan, StepResult
 from cb_ray.core.request import RequestLimits
 from cb_ray.engine.manager import ContinuousBatchingManager
 from cb_ray.engine.parts import EngineParts
+from cb_ray.errors import LogitsError
 
 VOCAB = 1000
 PATIENCE = 20.0  # seconds after which a wait inside a test counts as a hang
@@ -69,9 +70,7 @@ class FakeRunner:
         self.in_flight += 1
         tokens = [token_at(row.start + row.length) for row in plan.rows if row.samples]
         errors: dict[int, Exception] = {
-            index: FloatingPointError("not a number")
-            for index, row in enumerate(plan.rows)
-            if row.request_id in self.bad_requests
+            index: LogitsError() for index, row in enumerate(plan.rows) if row.request_id in self.bad_requests
         }
         return Ticket(plan, StepResult(tokens, [-0.5] * len(tokens), errors=errors))
 

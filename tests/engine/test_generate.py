@@ -31,7 +31,7 @@ from cb_ray.engine.ways import find_way
 from cb_ray.errors import ConfigError, UnsupportedModelError
 from cb_ray.messages import GenerationOutput, RequestStatus
 from tests.engine.fakes import PATIENCE, Background
-from tests.tiny import make_model
+from tests.tiny import break_token, make_model
 
 SMALL: dict[str, Any] = {"page_size": 8, "num_blocks": 96, "max_batch_tokens": 64}
 PROMPTS = [[5, 6, 7, 8], [9], list(range(20, 50)), [11, 12]]
@@ -120,6 +120,26 @@ def test_one_bad_prompt_fails_alone() -> None:
     assert outputs[2].prompt_ids == [320] and outputs[5].prompt_ids == []
     for output, prompt in ((outputs[0], PROMPTS[0]), (outputs[-1], PROMPTS[1])):
         assert output.generated_tokens == alone(model, prompt, greedy())
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_prompt_that_the_model_breaks_on_fails_alone(use_async: bool) -> None:
+    """NaN in one token's embedding: its prompt's `error` names the cause, the others' tokens are generate's, the engine goes on."""
+    model = make_model("llama")
+    want = {index: alone(model, prompt, greedy()) for index, prompt in enumerate(PROMPTS)}
+    break_token(model, 319)
+    assert not any(319 in tokens for tokens in want.values()), "the test's token must not be one that the model says"
+    with continuous_batching_context_manager(model, greedy(), {**SMALL, "use_async_batching": use_async}) as manager:
+        for _ in range(2):
+            names = [str(name) for name in manager.add_requests([*PROMPTS, [5, 319, 6], [319]])]
+            outputs = [manager.get_result(name, timeout=PATIENCE) for name in names]
+            for index, output in enumerate(outputs):
+                assert output is not None
+                if index < len(PROMPTS):
+                    assert output.generated_tokens == want[index] and output.error is None
+                else:
+                    assert output.status == RequestStatus.FAILED and not output.generated_tokens
+                    assert "no finite logits" in str(output.error)
 
 
 def test_a_batch_larger_than_the_line_is_served() -> None:

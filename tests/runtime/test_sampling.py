@@ -19,13 +19,14 @@ from transformers import (
 )
 
 from cb_ray.core.plan import Row
-from cb_ray.errors import InvalidRequestError
+from cb_ray.errors import InvalidRequestError, LogitsError, ProcessorError
 from cb_ray.messages import SamplingParams
 from cb_ray.runtime.sampling import sample, uniforms, warp
 from tests.runtime.driving import run
-from tests.tiny import make_model
+from tests.tiny import break_token, make_model
 
 V = 40
+NAN_TOKEN = 319
 
 
 def row(sampling: SamplingParams, *, seed=1, index=0, history=(), num_prompt=0, min_tokens_left=0) -> Row:
@@ -216,14 +217,26 @@ def test_what_is_cut_off_is_never_drawn() -> None:
     assert set(sample(scores.expand(500, -1).clone(), rows, list(range(500))).token_ids) == {7, 11}
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("params", [SamplingParams(do_sample=False), SamplingParams(), SamplingParams(logprobs=2)])
-def test_logits_that_are_no_numbers_fail_their_own_row(params) -> None:
-    """NaN in one row is that row's error; its neighbours are sampled."""
+def test_logits_that_are_no_numbers_fail_their_own_row(params, value) -> None:
+    """NaN or infinity in one row is that row's error, which says that it is the model's; its neighbours are sampled."""
     scores = logits(1, rows=3)
-    scores[1] = torch.nan
+    scores[1] = value
     result = sample(scores, [row(params)] * 3, [4, 5, 6])
-    assert set(result.errors) == {5} and isinstance(result.errors[5], FloatingPointError)
-    assert len(result.token_ids) == 3
+    assert set(result.errors) == {5} and isinstance(result.errors[5], LogitsError)
+    assert len(result.token_ids) == 3 and all(0 <= token < V for token in result.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"), [(0.0, InvalidRequestError), (-torch.inf, InvalidRequestError), (torch.nan, LogitsError)]
+)
+def test_forbidding_everything_is_the_requests_fault_and_nan_the_models(value, wanted) -> None:
+    """What the request itself leaves without a token is its own fault; NaN stays the model's, whatever the request forbids."""
+    everything = tuple((token, -torch.inf) for token in range(V))
+    result = sample(torch.full((1, V), value), [row(SamplingParams(logit_bias=everything))], [0])
+    assert isinstance(result.errors[0], wanted)
+    assert result.errors[0].code == ("nan_logits" if wanted is LogitsError else "nothing_to_choose_from")
 
 
 def test_a_processor_that_raises_fails_its_own_row() -> None:
@@ -240,6 +253,7 @@ def test_a_processor_that_raises_fails_its_own_row() -> None:
     rows = [row(params, history=[1, 2, 3]), row(params, history=[9])]
     result = sample(logits(1, rows=2), rows, [0, 1], [processor])
     assert seen == [[[1, 2, 3]], [[9]]] and set(result.errors) == {1}
+    assert isinstance(result.errors[1], ProcessorError) and "KeyError: 'broken'" in str(result.errors[1])
 
 
 def test_the_best_logprobs_are_listed() -> None:
@@ -258,3 +272,24 @@ def test_any_whole_number_is_a_seed(seed: int) -> None:
     sampling = [SamplingParams(temperature=2.0, seed=seed)] * 2
     chunks, _ = run(model, [[5, 6]] * 2, 6, sampling=sampling, num_blocks=16, page_size=8)
     assert chunks[0].error is None and chunks[0].token_ids == chunks[1].token_ids
+
+
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+def test_a_broken_embedding_fails_only_the_prompts_that_have_it(backend: str) -> None:
+    """A model with NaN in one row of its table: prompts with that token fail, and pages that held NaN are used again by others."""
+    model = make_model("llama")
+    whole = [[5, 6, 7], [11] * 20, [15, 16]]
+    wanted, _ = run(model, whole, 6, backend=backend, num_blocks=64, page_size=8)
+    assert NAN_TOKEN not in {token for chunk in wanted for token in chunk.token_ids}, (
+        "the test's token must not be one that the model says"
+    )
+    break_token(model, NAN_TOKEN)
+    poisoned = [[5, 6, NAN_TOKEN], [NAN_TOKEN] * 20, whole[0], whole[1], [5, 6, NAN_TOKEN, 7], whole[2], [NAN_TOKEN] * 21]
+    again = poisoned * 2  # more than there are seats and pages for at once
+    chunks, stats = run(model, again, 6, backend=backend, num_blocks=12, page_size=8, max_requests_per_batch=3)
+    for prompt, chunk in zip(again, chunks, strict=True):
+        if NAN_TOKEN in prompt:
+            assert isinstance(chunk.error, LogitsError) and chunk.token_ids == ()
+        else:
+            assert chunk.error is None and chunk.token_ids == wanted[whole.index(prompt)].token_ids
+    assert stats.num_failed == sum(NAN_TOKEN in prompt for prompt in again)

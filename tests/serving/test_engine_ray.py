@@ -18,13 +18,13 @@ import torch
 from ray import serve
 
 from cb_ray import RemoteManager
-from cb_ray.errors import ConfigError, InvalidRequestError
+from cb_ray.errors import ConfigError, InvalidRequestError, LogitsError
 from cb_ray.messages import GenerateRequest, SamplingParams, TokenChunk, Usage
 from cb_ray.serving.app import Cluster, application, parse_args
 from cb_ray.serving.handle_source import own_error
 from cb_ray.serving.replica_router import find_board
 from tests.serving.teams import replicas
-from tests.tiny import make_model
+from tests.tiny import break_token, make_model, save_model
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]
 APP, PAGE = "cb-ray", 4
@@ -218,6 +218,45 @@ def test_bad_requests_fail_alone_and_say_what_is_wrong(pool, model):
         assert [tokens for tokens, _ in await asyncio.gather(*calls)] == [alone(model, each) for each in good]
 
     asyncio.run(story())
+
+
+def test_a_request_that_the_model_breaks_on_is_asked_once(pool, tmp_path):
+    """NaN in one token's embedding: a prompt with it is an error that names the cause, on one engine, once; the others are served.
+
+    It was taken for an engine that failed, moved from replica to replica, and was called replica_lost in the end.
+    """
+    token = 319
+    broken = make_model("llama")
+    good = [request(prompt(6, n), new=4) for n in range(6)]
+    wanted = [alone(broken, each) for each in good]
+    assert not any(token in tokens for tokens in wanted), "the test's token must not be one that the model says"
+    break_token(broken, token)
+    broken.save_pretrained(save_model(tmp_path))
+    args = {
+        "model": str(tmp_path),
+        "engine": {"num_cpus": 0.1, "num_threads": 1, "page_size": PAGE, "num_blocks": 400, "dtype": "float32"},
+    }
+    serve.run(application(parse_args(args), cluster=Cluster(num_cpus=2, num_gpus=0)), name="broken", route_prefix="/broken")
+    router = serve.get_app_handle("broken").options(stream=True)
+
+    async def tokens_of(asked: GenerateRequest) -> list[int]:
+        chunks = [chunk async for chunk in router.generate.remote(asked)]
+        assert chunks[-1].error is None
+        return [token for chunk in chunks for token in chunk.token_ids]
+
+    async def story():
+        calls = [asyncio.ensure_future(tokens_of(each)) for each in good]
+        for bad in ((5, token, 6), (token,)):
+            chunks = [chunk async for chunk in router.generate.remote(request(bad))]
+            assert isinstance(chunks[-1].error, LogitsError) and not any(chunk.token_ids for chunk in chunks)
+        assert await asyncio.gather(*calls) == wanted
+        (stats,) = await serve.get_deployment_handle("Engine", "broken").broadcast("stats").results_async()
+        assert stats.num_failed == 2
+
+    try:
+        asyncio.run(story())
+    finally:
+        serve.delete("broken")
 
 
 def test_two_hundred_clients_that_leave_at_random_leave_nothing_behind(pool):

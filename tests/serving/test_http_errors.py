@@ -13,7 +13,9 @@ from cb_ray.errors import (
     EngineFailedError,
     EngineStoppedError,
     InvalidRequestError,
+    LogitsError,
     NoReplicaError,
+    ProcessorError,
     QueueFullError,
     ReplicaLostError,
     RequestTimeoutError,
@@ -189,6 +191,8 @@ BEHIND = [
     (EngineStoppedError("stopping"), 503, "engine_stopped", None),
     (EngineFailedError("CUDA error"), 503, "engine_failed", None),
     (ReplicaLostError("r"), 503, "replica_lost", None),
+    (LogitsError(), 500, "nan_logits", None),
+    (ProcessorError("KeyError"), 500, "processor_failed", None),
     (RequestTimeoutError(3.0), 408, "timeout", None),
     (InvalidRequestError("too long for the cache", param="token_ids"), 400, None, None),
     (RuntimeError("secret /etc/path"), 500, None, None),
@@ -225,12 +229,15 @@ def test_a_failed_choice_fails_the_request_and_ends_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "status"), [({"repetition_penalty": 5e-324}, 400), ({"logit_bias": {"5": -100}}, 400), ({}, 500)]
+    ("error", "status", "code"),
+    [(LogitsError(), 500, "nan_logits"), (InvalidRequestError("no token left", code="nothing_to_choose_from"), 400, None)],
 )
-def test_scores_that_are_no_numbers_are_whose_fault_they_are(fields: dict[str, Any], status: int) -> None:
-    """Parameters that leave nothing to choose from are a 400; a model that does so by itself is a fault of the server."""
-    response = make_door(fails=FloatingPointError("not numbers"), in_a_chunk=True).chat(**fields)
-    assert response.status_code == status and "not numbers" not in response.text
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"logit_bias": {"5": -100}}])
+def test_scores_that_are_no_numbers_are_whose_fault_they_are(error, status, code, fields: dict[str, Any]) -> None:
+    """A request that leaves nothing to choose from is a 400; a model that gives no numbers is a fault of the server, by name."""
+    response = make_door(fails=error, in_a_chunk=True).chat(**fields)
+    found = error_of(response)
+    assert (response.status_code, found["code"], found["message"]) == (status, code or error.code, str(error))
 
 
 def test_errors_in_chunks_are_errors() -> None:

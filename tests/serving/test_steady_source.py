@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cb_ray.errors import EngineFailedError, EngineStoppedError, InvalidRequestError, QueueFullError, ReplicaLostError
+from cb_ray.errors import (
+    EngineFailedError,
+    EngineStoppedError,
+    InvalidRequestError,
+    LogitsError,
+    QueueFullError,
+    ReplicaLostError,
+)
 from cb_ray.messages import GenerateRequest, RequestStatus, SamplingParams, TokenChunk, Usage
 from cb_ray.serving.steady_source import SteadySource
 
@@ -120,10 +127,10 @@ def test_after_the_last_failover_the_client_is_told_how_far_it_came():
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("error", [InvalidRequestError("no", param="top_p"), QueueFullError(3, 3)])
+@pytest.mark.parametrize("error", [InvalidRequestError("no", param="top_p"), QueueFullError(3, 3), LogitsError()])
 @pytest.mark.parametrize("raised", [True, False])
 def test_errors_of_the_request_itself_do_not_move_it(error, raised):
-    """A bad request is bad everywhere, and a refusal is an answer: neither is tried on all replicas in turn."""
+    """A bad request is bad everywhere, a refusal is an answer, and NaN is computed anywhere: none is tried on all replicas in turn."""
 
     class Refusing:
         tries = 0
