@@ -121,6 +121,7 @@ class Pool:
         self._places: dict[str, _Place] = {}  # request id → admitted, not yet asking
         self._holders: dict[str, float] = {}  # → last heard of
         self._no_replica_since: float | None = None
+        self._in_charge = True
         self._rates, self._lengths, self._pacer = RateMeter(), LengthMeter(), ReturnPacer(seed)
         self._prefill_per_request = 0.0
         self._ends: list[float] = []  # seconds until each running request should end, as of …
@@ -244,6 +245,17 @@ class Pool:
             self._touched(replica)
         return Changes(granted=self._pump(now))
 
+    def take_charge(self, now: float, in_charge: bool) -> None:
+        """Whether callers ask here, or at the pool of another version of the application while that rolls out. They renew there
+        what they have here, and what it grants runs here without a lease: so until they are back, silence means nothing.
+        """
+        if in_charge and not self._in_charge:
+            self._holders = dict.fromkeys(self._holders, now)
+            for replica in self._replicas.values():
+                replica.strays = dict.fromkeys(replica.strays, now)
+        self._in_charge = in_charge
+        self._set_deadline(now)
+
     def beat(self, now: float, beat: Beat) -> tuple[BeatReply, Changes]:
         """An engine says what it has and does. Beats that overtook each other are dropped."""
         replica = self._replicas.get(beat.replica)
@@ -271,10 +283,11 @@ class Pool:
     def tick(self, now: float) -> Changes:
         """End what has been neither confirmed, renewed nor served in time. Due at `deadline`; harmless at any time."""
         timeout = self.limits.lease_timeout_s
-        silent = {holder for holder, at in self._holders.items() if holder and at + timeout <= now}
+        judged = self._holders if self._in_charge else {}
+        silent = {holder for holder, at in judged.items() if holder and at + timeout <= now}
         for ticket, name in list(self._lease_at.items()):
             self._reap(now, ticket, self._replicas[name], silent)
-        for replica in self._replicas.values():
+        for replica in self._replicas.values() if self._in_charge else ():
             overdue = {request_id for request_id, since in replica.strays.items() if since + timeout <= now} - replica.abandoned
             self.counters["abandoned"] += len(overdue)
             replica.abandoned |= overdue
@@ -548,12 +561,13 @@ class Pool:
     def _set_deadline(self, now: float) -> None:
         """The next time at which something could be due; never, when nothing is held and nobody waits."""
         timeout = self.limits.lease_timeout_s
-        times = [at + timeout for holder, at in self._holders.items() if holder]
+        times = [at + timeout for holder, at in self._holders.items() if holder and self._in_charge]
         times += [place.since + timeout for place in self._places.values()]
         for replica in self._replicas.values():
             if replica.is_heard:
                 times += [lease.granted_at + timeout for lease in replica.leases.values() if not lease.confirmed]
-            times += [since + timeout for name, since in replica.strays.items() if name not in replica.abandoned]
+            if self._in_charge:
+                times += [since + timeout for name, since in replica.strays.items() if name not in replica.abandoned]
             times += [replica.blocked_until] if replica.blocked_until > now else []
         if not self._replicas:
             times += [max(w.since, self._no_replica_since or 0.0) + self.limits.cold_start_timeout_s for w in self._line]

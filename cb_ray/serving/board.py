@@ -298,8 +298,8 @@ class BoardActor:
     def _set_members(self, replicas: Sequence[tuple[str, dict[str, object]]]) -> None:
         """Serve's own list of running replicas, with what each said of itself.
 
-        While a new version rolls out, replicas of the old one beat to a Board of theirs; this one grants them by its leases, and
-        callers tell it of those that the old Board granted.
+        While a new version rolls out, replicas of the old one beat to a Board of theirs; the new one grants them by its leases, and
+        callers tell it of those that the old Board granted. The old one, which callers have left, ends nobody's streams meanwhile.
         """
         known = [(name, facts) for name, facts in replicas if "slots" in facts]
         mine = [facts for _, facts in known if facts.get("board") == self._name]
@@ -317,7 +317,13 @@ class BoardActor:
             for name, facts in known
         ]
         self._weights.members({name for name, facts in known if facts.get("board") == self._name}, len(mine) < len(known))
+        newest = max((facts for _, facts in known), key=_since, default=None)
+        self._pool.take_charge(self._state.now, newest is None or newest.get("board") == self._name)
         self._state.apply(self._pool.members(self._state.now, members))
+
+
+def _since(facts: dict[str, object]) -> float:
+    return float(str(facts.get("since", 0.0)))
 
 
 def _optional_int(value: object) -> int | None:

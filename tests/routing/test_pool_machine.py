@@ -35,6 +35,7 @@ class PoolBesideAModel(RuleBasedStateMachine):
         self.engine: dict[str, dict[str, int]] = {name: {} for name in self.slots}  # what really runs where
         self.places: list[str] = []
         self.steered: set[str] = set()
+        self.in_charge = True
         self.apply(
             self.pool.members(self.now, [Member(replica=name, slots=n, step_tokens=self.step) for name, n in self.slots.items()])
         )
@@ -205,9 +206,14 @@ class PoolBesideAModel(RuleBasedStateMachine):
         (self.steered.discard if accepting else self.steered.add)(name)
         self.apply(self.pool.steer(self.now, name, accepting))
 
+    @rule(in_charge=st.booleans())
+    def another_version_comes_or_goes(self, in_charge):
+        self.in_charge = in_charge
+        self.pool.take_charge(self.now, in_charge)
+
     @rule(seconds=st.sampled_from([0.05, 1.0, 29.0, 61.0]), alive=st.booleans())
     def time_passes(self, seconds, alive):
-        before = self.pool.deadline
+        before, abandoned = self.pool.deadline, self.pool.counters["abandoned"]
         self.now += seconds
         if alive:
             self.pool.renew(self.now, "caller")
@@ -216,6 +222,7 @@ class PoolBesideAModel(RuleBasedStateMachine):
             self.forget_leases(lambda ask, where: seconds > 0.05)
             self.places = [name for name in self.places if name in self.pool._places]
             assert self.pool.deadline > self.now
+            assert self.in_charge or self.pool.counters["abandoned"] == abandoned, "whom it cancels may be held elsewhere"
 
     @property
     def stalls(self) -> int:
@@ -275,6 +282,7 @@ class PoolBesideAModel(RuleBasedStateMachine):
         for name in self.slots:
             self.numbers += 1
             self.pool.beat(self.now, Beat(replica=name, number=self.numbers))
+        self.pool.take_charge(self.now, True)
         self.pool.tick(self.now + 1000)
         assert self.pool.num_leases == self.pool.num_waiting == 0
         assert all(replica.taken == 0 for replica in self.pool._replicas.values())
