@@ -121,7 +121,7 @@ async def run(sitting: Sitting, figure: Path | None, tell: Tell, done: Callable[
 
     tell("down to none")
     await sitting.start_deploying(settings(0, top))
-    await sitting.whole(1)
+    await sitting.whole(0)  # it may never have had the one
     watch = Watch(sitting)
     idle = await watch.until(0, 240)
     tell("a request for a pool without replicas")
