@@ -37,7 +37,9 @@ class BlockManager:
         self._memory = SectorPool(layout.num_sectors, shape)
         self._pools = self._memory.pools
         self._host = SectorPool(num_host_sectors, shape) if num_host_sectors else None
-        self._all_full = all(group.window is None for group in layout.groups)
+        self._full = [pool for pool, group in zip(self._pools, layout.groups, strict=True) if group.window is None]
+        self._all_full = len(self._full) == len(self._pools)
+        self._total = sum(layout.num_sectors * count for count in shape) // len(shape)
 
     # ---- asking -----------------------------------------------------------------------------------------------------------
 
@@ -55,26 +57,15 @@ class BlockManager:
 
     def counts(self) -> tuple[int, int, int]:
         """(all, held, cached) blocks of the first group's kind, counted over all groups."""
-        held = sum(pool.num_held for pool in self._pools)
-        cached = sum(pool.num_cached for pool in self._pools)
-        total = sum(self._layout.num_sectors * pool.blocks_per_sector for pool in self._pools) // len(self._pools)
-        return total, held, cached
+        return self._total, sum([pool.num_held for pool in self._pools]), sum([pool.num_cached for pool in self._pools])
 
     def lookup(self, request: Request) -> int:
         """Leading tokens of the request that are in the cache: whole pages, and never all of its tokens."""
         if not self._sharing or request.sampling.prompt_logprobs is not None:
             return 0
-        most = (request.num_known - 1) // self._page
-        version, pages = request.weights_version, 0
-        if any(group.window is None for group in self._groups):
-            full = [pool for pool, group in zip(self._pools, self._groups, strict=True) if group.window is None]
-            while pages < most:
-                name = (version, request.page_digest(pages, self._page))
-                if any(pool.find(name) is None for pool in full):
-                    break
-                pages += 1
-        else:
-            pages = most
+        pages = (request.num_known - 1) // self._page
+        for pool in self._full:
+            pages = pool.match(request.page_names(0, pages, self._page))
         return self._page * (pages if self._all_full else self._visible_match(request, pages))
 
     def _visible_match(self, request: Request, pages: int) -> int:
@@ -84,9 +75,8 @@ class BlockManager:
             if group.window is None:
                 continue
             runs = [0]
-            for page in range(pages):
-                known = self._pools[g].find((request.weights_version, request.page_digest(page, self._page))) is not None
-                runs.append(runs[-1] + 1 if known else 0)
+            for name in request.page_names(0, pages, self._page):
+                runs.append(runs[-1] + 1 if self._pools[g].find(name) is not None else 0)
             known_before.append((g, runs))
         while pages and any(
             runs[pages] < pages - self._groups[g].first_visible(pages * self._page) // self._page for g, runs in known_before
@@ -108,10 +98,7 @@ class BlockManager:
         for g, group in enumerate(self._groups):
             pool = self._pools[g]
             first = group.first_visible(matched) // self._page
-            cached = 0
-            for page in range(first, pages):
-                block = pool.find((request.weights_version, request.page_digest(page, self._page)))
-                cached += block is not None and pool.is_cached(block)
+            cached = pool.count_cached(request.page_names(first, pages, self._page))
             need = group.blocks_needed(request.num_known, max(upto - matched, 1), self._page) - (pages - first - cached)
             ahead.append(max(need, cached))
             taken += ahead[-1] / pool.blocks_per_sector
@@ -130,8 +117,7 @@ class BlockManager:
             table = request.block_tables[g]
             first = group.first_visible(pages * self._page) // self._page
             table.extend([TRASH] * min(first, pages))
-            for page in range(first, pages):
-                table.append(self._pools[g].share((request.weights_version, request.page_digest(page, self._page))))
+            table.extend(map(self._pools[g].share, request.page_names(first, pages, self._page)))
             request.first_block[g] = min(first, pages)
         request.named_pages = pages
 
@@ -167,8 +153,8 @@ class BlockManager:
         if not self._sharing:
             return
         full = min(request.num_computed, request.num_known) // self._page
-        for page in range(request.named_pages, full):
-            name = (request.weights_version, request.page_digest(page, self._page))
+        pages = range(request.named_pages, full)
+        for page, name in zip(pages, request.page_names(pages.start, full, self._page), strict=True):
             for g, table in enumerate(request.block_tables):
                 if page >= request.first_block[g]:
                     self._pools[g].name(table[page], name)

@@ -15,14 +15,17 @@ class BlockPool:
     Law L1: held + cached + blank = all blocks of the lent sectors, at any time.
     """
 
-    def __init__(self, blocks_per_sector: int) -> None:
+    def __init__(self, blocks_per_sector: int, *, alone: bool = False) -> None:
+        """`alone`: it has all sectors for ever, so nobody asks which of them are idle."""
         self.blocks_per_sector = blocks_per_sector
+        self._alone = alone
         self._refs: dict[int, int] = {}  # held blocks only
         self._blank: dict[int, None] = {}  # used as a stack
         self._cached: dict[int, None] = {}  # oldest first
         self._name: dict[int, Hashable] = {}
         self._named: dict[Hashable, int] = {}
-        self._held_in: dict[int, int] = {}  # sector -> how many of its blocks are held
+        self._num_sectors = 0
+        self._held_in: dict[int, int] = {}  # unless alone: sector -> how many of its blocks are held
         self._idle: dict[int, None] = {}  # sectors none of whose blocks is held
         self.named_since: list[Hashable] = []  # what became findable, and
         self.forgotten_since: list[Hashable] = []  # what stopped being so, since the owner last looked
@@ -44,7 +47,7 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        return len(self._held_in) * self.blocks_per_sector
+        return self._num_sectors * self.blocks_per_sector
 
     @property
     def num_idle_sectors(self) -> int:
@@ -57,8 +60,19 @@ class BlockPool:
         """The block of that name, held or cached."""
         return self._named.get(name)
 
-    def is_cached(self, block: int) -> bool:
-        return block in self._cached
+    def match(self, names: Iterable[Hashable]) -> int:
+        """How many of `names` are found before the first that is not."""
+        named, count = self._named, 0
+        for name in names:
+            if name not in named:
+                break
+            count += 1
+        return count
+
+    def count_cached(self, names: Iterable[Hashable]) -> int:
+        """How many of `names` are those of blocks that nobody holds."""
+        named, cached = self._named, self._cached
+        return sum([named.get(name, -1) in cached for name in names])
 
     # ---- sectors ----------------------------------------------------------------------------------------------------------
 
@@ -67,8 +81,10 @@ class BlockPool:
         first = sector * self.blocks_per_sector
         for block in reversed(range(first, first + self.blocks_per_sector)):
             self._blank[block] = None
-        self._held_in[sector] = 0
-        self._idle[sector] = None
+        self._num_sectors += 1
+        if not self._alone:
+            self._held_in[sector] = 0
+            self._idle[sector] = None
 
     def surrender(self) -> int:
         """Give up one idle sector and forget the pages cached in it. Needs one."""
@@ -81,6 +97,7 @@ class BlockPool:
             else:
                 del self._blank[block]
         del self._idle[sector], self._held_in[sector]
+        self._num_sectors -= 1
         return sector
 
     # ---- blocks -----------------------------------------------------------------------------------------------------------
@@ -91,16 +108,14 @@ class BlockPool:
         """
         if count > self.num_free:
             raise AssertionError(f"{count} blocks were taken and {self.num_free} are free: ask before taking")
-        taken: list[int] = []
-        for _ in range(count):
-            if self._blank:
-                block, _ = self._blank.popitem()
-            else:
-                block = next(iter(self._cached))
-                del self._cached[block]
-                self._forget(block)
-            self._hold(block)
+        taken = [self._blank.popitem()[0] for _ in range(min(count, len(self._blank)))]
+        while len(taken) < count:
+            block = next(iter(self._cached))
+            del self._cached[block]
+            self._forget(block)
             taken.append(block)
+        for block in taken:
+            self._hold(block)
         return taken
 
     def share(self, name: Hashable) -> int:
@@ -119,17 +134,19 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """Stop holding, in this order: the first released is the first forgotten later."""
+        held, names, cached, blank = self._refs, self._name, self._cached, self._blank
         for block in blocks:
-            refs = self._refs[block]
+            refs = held[block]
             if refs > 1:
-                self._refs[block] = refs - 1
+                held[block] = refs - 1
                 continue
-            del self._refs[block]
-            (self._cached if block in self._name else self._blank)[block] = None
-            sector = block // self.blocks_per_sector
-            self._held_in[sector] -= 1
-            if not self._held_in[sector]:
-                self._idle[sector] = None
+            del held[block]
+            (cached if block in names else blank)[block] = None
+            if not self._alone:
+                sector = block // self.blocks_per_sector
+                self._held_in[sector] -= 1
+                if not self._held_in[sector]:
+                    self._idle[sector] = None
 
     def name(self, block: int, name: Hashable) -> None:
         """Publish the contents of a held block under `name`. The first block of a name keeps it."""
@@ -167,6 +184,8 @@ class BlockPool:
 
     def _hold(self, block: int) -> None:
         self._refs[block] = 1
+        if self._alone:
+            return
         sector = block // self.blocks_per_sector
         if not self._held_in[sector]:
             del self._idle[sector]
@@ -183,7 +202,7 @@ class SectorPool:
     """Lends the sectors of one memory to the block pools of all layer groups."""
 
     def __init__(self, num_sectors: int, blocks_per_sector: Sequence[int]) -> None:
-        self.pools = tuple(BlockPool(count) for count in blocks_per_sector)
+        self.pools = tuple(BlockPool(count, alone=len(blocks_per_sector) == 1) for count in blocks_per_sector)
         self._free = list(range(num_sectors, 0, -1))  # sector 0 is the trash
         self._num_sectors = num_sectors
         if len(self.pools) == 1:

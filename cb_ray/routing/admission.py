@@ -31,8 +31,8 @@ class RateMeter:
         self._forget = forget
         prices = (self.rates.prefill_s, self.rates.decode_s, self.rates.step_s)
         # the prior: one imagined second of each kind of work, with little weight
-        self._xx = [[0.0] * 3 for _ in prices]
-        self._xt = [0.0] * 3
+        self._xx: list[list[float]] = [[0.0] * 3 for _ in prices]
+        self._xt: list[float] = [0.0] * 3
         for kind, price in enumerate(prices):
             self._xx[kind][kind] = _PRIOR_WEIGHT / price**2
             self._xt[kind] = _PRIOR_WEIGHT / price
@@ -44,10 +44,11 @@ class RateMeter:
             return
         work = (prefill / busy_s, decode / busy_s, steps / busy_s)  # per second, so that errors count in proportion
         keep, (prior_xx, prior_xt) = self._forget, self._prior
-        for i in range(3):
-            for j in range(3):
-                self._xx[i][j] = keep * (self._xx[i][j] - prior_xx[i][j]) + prior_xx[i][j] + work[i] * work[j]
-            self._xt[i] = keep * (self._xt[i] - prior_xt[i]) + prior_xt[i] + work[i]
+        self._xx = [
+            [keep * (x - p) + p + mine * other for x, p, other in zip(row, prior, work, strict=True)]
+            for row, prior, mine in zip(self._xx, prior_xx, work, strict=True)
+        ]
+        self._xt = [keep * (x - p) + p + mine for x, p, mine in zip(self._xt, prior_xt, work, strict=True)]
         batch = self.rates.batch + 0.05 * (max(1.0, decode / steps) - self.rates.batch) if decode else self.rates.batch
         prefill_s, decode_s, step_s = solve_nonnegative(self._xx, self._xt, _CHEAPEST)
         self.rates = Rates(prefill_s=prefill_s, decode_s=decode_s, step_s=step_s, batch=batch)

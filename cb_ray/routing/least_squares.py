@@ -15,6 +15,10 @@ def solve_nonnegative(xx: Sequence[Sequence[float]], xt: Sequence[float], floor:
     nobody is freed twice.
     """
     size = len(xt)
+    if size == 3:  # prices of work, asked for at every beat: where nobody is held at zero, there is nothing to choose
+        p = _solve_three(xx, xt)
+        if min(p) >= 0:
+            return [max(floor, value) for value in p]
     free, freed = set(range(size)), set[int]()
     while True:
         p = _solve(xx, xt, sorted(free))
@@ -53,3 +57,24 @@ def _solve(xx: Sequence[Sequence[float]], xt: Sequence[float], free: Sequence[in
             continue
         p[free[k]] = (row[count] - sum([row[j] * p[free[j]] / scale[j] for j in range(k + 1, count)])) / row[k] * scale[k]
     return p
+
+
+def _solve_three(xx: Sequence[Sequence[float]], xt: Sequence[float]) -> list[float]:
+    """`_solve` for three unknowns, written out: the same operations in the same order, so the same bits, in a fifth of the time."""
+    (xx_00, xx_01, xx_02), (xx_10, xx_11, xx_12), (xx_20, xx_21, xx_22) = xx
+    a, b, c = xx_00**-0.5, xx_11**-0.5, xx_22**-0.5
+    m00, m01, m02, t0 = xx_00 * a * a, xx_01 * a * b, xx_02 * a * c, xt[0] * a
+    m10, m11, m12, t1 = xx_10 * b * a, xx_11 * b * b, xx_12 * b * c, xt[1] * b
+    m20, m21, m22, t2 = xx_20 * c * a, xx_21 * c * b, xx_22 * c * c, xt[2] * c
+    if m00 >= _DEPENDENT:
+        ratio = m10 / m00
+        m11, m12, t1 = m11 - ratio * m01, m12 - ratio * m02, t1 - ratio * t0
+        ratio = m20 / m00
+        m21, m22, t2 = m21 - ratio * m01, m22 - ratio * m02, t2 - ratio * t0
+    if m11 >= _DEPENDENT:
+        ratio = m21 / m11
+        m22, t2 = m22 - ratio * m12, t2 - ratio * t1
+    p2 = 0.0 if m22 < _DEPENDENT else t2 / m22 * c
+    p1 = 0.0 if m11 < _DEPENDENT else (t1 - m12 * p2 / c) / m11 * b
+    p0 = 0.0 if m00 < _DEPENDENT else (t0 - (m01 * p1 / b + m02 * p2 / c)) / m00 * a
+    return [p0, p1, p2]

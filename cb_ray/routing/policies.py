@@ -174,23 +174,23 @@ class PrefixAware:
         home = ask.session.encode() or (ask.digests[0] if ask.digests else ask.request_id.encode())
         prefill_s, tokens, able, owed, names = rates.prefill_s, ask.num_tokens, field.able, field.owed_s, field.names
         whole, found, regrets = tokens * prefill_s, field.found, field.regrets
-        prices = [owed[at] + whole for at in able]
-        warmest = 0
-        special = found.keys() | regrets.keys() if regrets else found
-        for at in special:
-            place = bisect_left(able, at)
+        everyone = len(able) == len(names)
+        prices = [price + whole for price in owed] if everyone else [owed[at] + whole for at in able]
+        places: list[int] = []  # in `able`, of those that have some of it cached
+        for at in found.keys() | regrets.keys() if regrets else found:
+            place = at if everyone else bisect_left(able, at)
             if place < len(able) and able[place] == at:
                 cached = found.get(at, 0)
                 prices[place] = owed[at] + (tokens - cached) * prefill_s * (1 + regrets.get(at, 0.0))
-                warmest = max(warmest, cached)
+                if cached:
+                    places.append(place)
         lowest = min(prices)
         least, near = round(lowest / grain), lowest + 2 * grain
-        ties = [at for at, price in zip(able, prices, strict=True) if price <= near and round(price / grain) == least]
-        first = min(ties, key=lambda at: rendezvous(home, names[at])) if len(ties) > 1 else ties[0]
+        ties = [place for place, price in enumerate(prices) if price <= near and round(price / grain) == least]
+        first = able[min(ties, key=lambda place: rendezvous(home, names[able[place]])) if len(ties) > 1 else ties[0]]
         cached = found.get(first, 0)
-        reason = "cached prefix" if cached else "cheaper than the warm replica" if warmest else "nobody has this prefix"
-        close = {*ties[:_SHOWN], *[at for at, _ in zip(found, range(_SHOWN), strict=False)]}
-        shown = {names[at]: price for at, price in zip(able, prices, strict=True) if at in close}
+        reason = "cached prefix" if cached else "cheaper than the warm replica" if places else "nobody has this prefix"
+        shown = {names[able[place]]: prices[place] for place in sorted({*ties[:_SHOWN], *places[:_SHOWN]})}
         return RoutingDecision(policy=self.name, order=(names[first],), reason=reason, prices=shown, cached_tokens=cached)
 
 

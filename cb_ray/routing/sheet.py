@@ -6,7 +6,7 @@ out the same, to the last bit, as those that a policy works out from `ReplicaLoa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .loads import Rates
 from .members import Replica
@@ -27,8 +27,8 @@ class Sheet:
         self.room: list[float] = []  # of a replica for a prompt …
         self.step_left: list[float] = []  # … that its next step begins with
         self.taken: list[int] = []
-        self._prefill: list[int] = []
-        self._decode: list[int] = []
+        self._prefill: list[float] = []  # whole numbers all the same; as floats they multiply twice as fast
+        self._decode: list[float] = []
         self._strays: list[int] = []
 
     def touch(self, name: str) -> None:
@@ -46,7 +46,7 @@ class Sheet:
             self.at = {name: at for at, name in enumerate(self.names)}
             count = len(self.names)
             self.room, self.step_left, self.taken = [CLOSED] * count, [CLOSED] * count, [0] * count
-            self._prefill, self._decode, self._strays = [0] * count, [0] * count, [0] * count
+            self._prefill, self._decode, self._strays = [0.0] * count, [0.0] * count, [0] * count
             for at, replica in enumerate(self._replicas.values()):
                 self._write(now, at, replica)
         elif self._touched:
@@ -56,7 +56,8 @@ class Sheet:
 
     def _write(self, now: float, at: int, replica: Replica) -> None:
         self.room[at], self.step_left[at], self.taken[at] = replica.room(now), replica.step_left, replica.taken
-        self._prefill[at], self._decode[at], self._strays[at] = replica.owed_prefill, replica.owed_decode, len(replica.strays)
+        self._prefill[at], self._decode[at] = float(replica.owed_prefill), float(replica.owed_decode)
+        self._strays[at] = len(replica.strays)
         self._blocked |= now < replica.blocked_until
 
     def owed_s(self, rates: Rates, mean: float) -> list[float]:
@@ -68,7 +69,7 @@ class Sheet:
                 owed[at] = self._prefill[at] * prefill_s + (self._decode[at] + strays * mean) * decode_s
         return owed
 
-    def able(self, tokens: int, found: Mapping[int, int], since_beat: float, *, patient: bool) -> list[int]:
+    def able(self, tokens: int, found: Mapping[int, int], since_beat: float, *, patient: bool) -> Sequence[int]:
         """Entries of those that may be granted a prompt of `tokens` now. `found`: tokens of it that are cached, by entry;
         `since_beat`: tokens of prompts that an engine computes between two beats.
 
@@ -76,6 +77,8 @@ class Sheet:
         """
         room, step_left = self.room, self.step_left
         soon = tokens - since_beat
+        if min(room, default=CLOSED) >= tokens and min(step_left) >= soon:
+            return range(len(room))  # everyone, whatever is cached
         able = [at for at, most in enumerate(room) if most >= tokens and step_left[at] >= soon and at not in found]
         if not found:
             return able

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cb_ray.routing.least_squares import solve_nonnegative
+from cb_ray.routing.least_squares import _solve, _solve_three, solve_nonnegative
 
 numbers = st.floats(-3, 3).map(lambda value: round(value, 2))
 
@@ -40,6 +40,13 @@ def test_nothing_nonnegative_fits_better(data):
         if min(p) >= 0:
             best = min(best, error(xx, xt, p))
     assert error(xx, xt, found) <= best + 1e-9
+
+
+@given(data=st.lists(st.tuples(st.lists(numbers, min_size=3, max_size=3), numbers), min_size=1, max_size=8))
+def test_three_unknowns_written_out(data):
+    """The short way for three unknowns is the long way, to the last bit."""
+    xx, xt = gram([row for row, _ in data], [target for _, target in data])
+    assert _solve_three(xx, xt) == _solve(xx, xt, [0, 1, 2])
 
 
 def test_known_prices_are_found():
