@@ -50,6 +50,11 @@ class Reporter:
     def num_live(self) -> int:
         return len(self._live)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a beat is on its way, so that none is due until it was answered."""
+        return self._under_way
+
     def begin(self, request_id: str) -> None:
         self._live[request_id] = 0
         self.touch()

@@ -26,9 +26,10 @@ class Turn(IntEnum):
 
     STEP = 0
     ENGINE = 1  # something reaches an engine
-    BOARD = 2  # something reaches the Board
-    CONTROL = 3  # Serve's controller
-    CLIENT = 4
+    BEAT = 2  # an engine tells of itself, and of what has just reached it
+    BOARD = 3  # something reaches the Board
+    CONTROL = 4  # Serve's controller
+    CLIENT = 5
 
 
 class Agenda:

@@ -1,17 +1,17 @@
 """The production core, with one addition: many equal decode steps are one leap. Owns `LeapingCore`.
 
-A step is steady when it gives one more token to exactly those who run, and admits, sends back and ends nobody. What k steady steps
-do is known without planning them: tokens and counters grow by k; where a request fills a page, it takes the next block and
-publishes the full one, in the order in which stepping would have done it. `tests/simulation/test_leaps.py` holds leaping and
-stepping equal: every counter, every block id, every page name.
+A step is steady when it gives one more token to exactly those who run, admits and sends back nobody, and is the last of its leap
+if it ends anyone. What k steady steps do is known without planning them: tokens and counters grow by k; where a request fills a
+page, it takes the next block and publishes the full one, in the order in which stepping would have done it.
+`tests/simulation/test_leaps.py` holds leaping and stepping equal: every counter, every block id, every page name.
 
     step      1     2     3     4     5          A (page of 4)   ….|xxxx|      names and grows at 3 / 4
-    leap      └──────────── 4 ──────┘ B ends ⇒   B ………………………    nothing
+    leap      └──────────────── 5 ────┘          B ……………………………… ends at 5
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from ..core.engine_core import EngineCore
 from ..core.plan import BatchPlan
@@ -41,8 +41,8 @@ class LeapingCore(EngineCore):
         return plan
 
     def steady_steps(self, most: int = _FAR) -> int:
-        """How many of the next steps, up to `most`, are steady, whatever is sampled that ends nobody. To be asked between commit and
-        plan."""
+        """How many of the next steps, up to `most`, are steady, if none before the last samples what ends someone. To be asked
+        between commit and plan."""
         running = self._scheduler.running
         room = self.facts.max_batch_tokens - len(running)
         if not (self._leaps and running) or room < 0 or self._in_flight or self._deadlines:
@@ -57,39 +57,54 @@ class LeapingCore(EngineCore):
             known = len(request.tokens)
             if known - request.num_computed != 1 or known == request.num_prompt:
                 return 0
-            left = request.num_prompt + request.max_new - known - 1
+            left = request.num_prompt + request.max_new - known
             if waits:  # it is tried again when a page is filled or taken, for then it may fit
                 left = min(left, self._calm_steps(request, known, page))
             if left < most:
                 most = left
         return self._within_memory(most, page)
 
-    def repeat(self, steps: int, tokens: Mapping[str, int]) -> None:
-        """Make `steps` steady steps, at most `steady_steps()`. `tokens[id]` is what a request samples, over and over."""
+    def repeat(self, steps: int, says: Sequence[tuple[int, int]], now: float) -> None:
+        """Make `steps` steady steps, at most `steady_steps()`, of which the last is over at `now`. `says`: for each request that runs,
+        what it samples over and over, and what in the last step."""
         running = list(self._scheduler.running.values())
         page, version = self._layout.page_size, self.weights_version
         pages: list[tuple[int, int, int, Request]] = []  # step, row, tokens known in it, request: where a page begins or is full
-        for index, request in enumerate(running):
-            known = len(request.tokens)
-            token = tokens[request.id]
-            assert token not in request.stop_ids, f"a leap may end nobody, and {token} ends {request.id}"
-            for full in range(-(-known // page) * page - (page if known % page == 1 else 0), known + steps, page):
-                pages += [(at - known, index, at, request) for at in (full, full + 1) if known <= at < known + steps]
-            request.tokens.extend([token] * steps)
+        for index, (request, (token, last)) in enumerate(zip(running, says, strict=True)):
+            tokens = request.tokens
+            known = len(tokens)
+            assert steps == 1 or token not in request.stop_ids, (
+                f"only a leap's last step may end anyone, and {token} ends {request.id}"
+            )
+            if -known % page < steps or known % page == 1:
+                for full in range(-(-known // page) * page - (page if known % page == 1 else 0), known + steps, page):
+                    pages += [(at - known, index, at, request) for at in (full, full + 1) if known <= at < known + steps]
+            tokens.extend([token] * steps)
+            tokens[-1] = last
+            request.num_computed = known + steps - 1
             request.slot, request.status = index, RequestStatus.DECODING
             if not request.versions or request.versions[-1] != version:
                 request.versions.append(version)
-        for _, _, known, request in sorted(pages, key=lambda each: each[:3]):
-            grown = self._blocks.grow(request, known)
-            assert grown, "a leap went further than the memory"
-            request.num_computed = known
-            if known // page > request.named_pages:
-                self._blocks.name_full(request)
-        for request in running:
-            request.num_computed = len(request.tokens) - 1
+        if pages:
+            self._turn_pages(pages)
         self._step += steps
         self._totals["generated"] += steps * len(running)
         self._totals["computed"] += steps * len(running)
+        for request, (_, last) in zip(running, says, strict=True):
+            if last in request.stop_ids or request.num_generated >= request.max_new:
+                reason = self._reason_to_stop(request, last)
+                assert reason is not None
+                self._remove(request, RequestStatus.FINISHED, reason, now)
+
+    def _turn_pages(self, pages: list[tuple[int, int, int, Request]]) -> None:
+        """Grow and name, step by step and row by row."""
+        for _, _, known, request in sorted(pages, key=lambda each: each[:3]):
+            computed, request.num_computed = request.num_computed, known
+            grown = self._blocks.grow(request, known)
+            assert grown, "a leap went further than the memory"
+            if known // self._layout.page_size > request.named_pages:
+                self._blocks.name_full(request)
+            request.num_computed = computed
 
     def steps_to_page(self) -> int:
         """Steady steps until some request publishes a page or takes a block, not counting that one."""

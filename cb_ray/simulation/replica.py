@@ -5,7 +5,7 @@ publish a snapshot of itself at most every 50 ms. What the Board hears is as old
 they are when a beat is made, everything else as it was at the last snapshot.
 
     receive ─▶ inbox ─▶ plan ──(the step takes its time)──▶ commit ─▶ listener: first tokens, ends
-                          └─ or a leap: as many steady steps as nothing disturbs; whoever looks or comes cuts it short
+                          └─ or a leap: as many steady steps as nothing disturbs; whoever comes cuts it short
 
 Knows an agenda and a script of what is said; no pool, no client.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -31,7 +31,6 @@ from .ledger import GAP
 from .workload import Script
 
 SNAPSHOT_S = 0.05  # as engine/loop.py's STATS_INTERVAL
-_FEW = 2  # a leap over fewer steps is not worth it
 
 
 class Listener(Protocol):
@@ -46,11 +45,12 @@ class Listener(Protocol):
 class Leap:
     """Steady steps under way: they begin at `start`; the first takes `first` ticks and each next one `more` longer."""
 
-    __slots__ = ("done", "first", "more", "start", "steps")
+    __slots__ = ("done", "first", "ids", "more", "said", "start", "steps")
 
-    def __init__(self, start: int, steps: int, first: int, more: int) -> None:
-        self.start, self.steps, self.first, self.more = start, steps, first, more
-        self.done = 0  # steps that the core has made
+    def __init__(self, start: int, steps: int, ids: Sequence[str], first: int, more: int) -> None:
+        self.start, self.steps, self.ids, self.first, self.more = start, steps, ids, first, more
+        self.done = 0  # steps that the core has made …
+        self.said = 0  # … and whose tokens the reporter has heard of
 
     def end_of(self, step: int) -> int:
         """When step 1, 2, … is over."""
@@ -58,15 +58,13 @@ class Leap:
 
     def first_from(self, due: int) -> int:
         """The first step that is not done and begins at `due` or later; it may lie beyond the leap."""
-        low, high = self.done + 1, self.steps + 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.end_of(middle - 1) >= due else (middle + 1, high)
-        return low
+        return max(self.done, self.steps_by(due - 1) + 1 if due > self.start else 0) + 1
 
     def steps_by(self, now: int) -> int:
         """Steps that are over at `now`."""
-        return bisect_right(range(1, self.steps + 1), now, key=self.end_of)
+        since = now - self.start
+        low = min(self.steps, since // (self.first + self.more * self.steps))  # if each took as long as the longest
+        return low + bisect_right(range(low + 1, min(self.steps, since // self.first) + 1), now, key=self.end_of)
 
 
 class Replica:
@@ -110,7 +108,6 @@ class Replica:
 
     def receive(self, now: int, request: GenerateRequest) -> None:
         """A request arrives."""
-        self.settle(now)
         self._inbox.append((now, request))
         self.reporter.begin(request.request_id)
         self._expect_beat()
@@ -128,7 +125,6 @@ class Replica:
 
     def pause(self, now: int) -> None:
         """Stand still after the step under way, and tell the listener."""
-        self.settle(now)
         self._wants_pause = True
         self._disturb(now)
 
@@ -146,7 +142,11 @@ class Replica:
 
     def beat(self, now: int) -> Beat:
         """What it tells the Board now."""
-        self.settle(now)
+        leap = self._leap
+        if leap is not None:
+            done = leap.steps_by(now)
+            self._take_snapshots(leap, done)
+            self._say(leap, done)
         self._beat_at = -1
         changed, self._pages = self._pages, {}
         news = PageNews(
@@ -159,10 +159,12 @@ class Replica:
 
     def told(self, now: int, beat: Beat, reply: BeatReply) -> None:
         """What the Board answered."""
-        self.settle(now)
+        leap = self._leap
+        if leap is not None and leap.steps_by(now) > leap.said:
+            self.reporter.touch()
         self.reporter.told(seconds(now), beat, reply)
-        if self._leap is not None and not self._expect_beat():
-            self._cut(now)  # the next token is news, and starts the timer
+        if leap is not None:
+            self._expect_news(leap.end_of(leap.steps_by(now) + 1))
         for request_id in reply.abandoned:
             self.cancel(now, request_id)
 
@@ -177,7 +179,10 @@ class Replica:
         """Make every counter what it is at `now`."""
         leap = self._leap
         if leap is not None:
-            self._advance(leap, leap.steps_by(now))
+            done = leap.steps_by(now)
+            self._take_snapshots(leap, done)
+            self._make(leap, done)
+            self._say(leap, done)
 
     # ---- steps ----------------------------------------------------------------------------------------------------------------
 
@@ -236,39 +241,46 @@ class Replica:
         self._go(now)
 
     def _leap_from(self, now: int) -> bool:
-        """Begin a leap, if the next steps are steady, and if there will be no news to tell at the end of the first."""
-        if not self._shape.leaps or self._beat_at < 0:
-            return False
+        """Begin a leap, if the next step is steady."""
         ids = self.core.running_ids()
-        steps = self._script.steps_before_an_end(ids) if ids else 0
-        if steps >= _FEW:
-            steps = self.core.steady_steps(steps)
-        if steps < _FEW:
+        if not (self._shape.leaps and ids):
+            return False
+        steps = self.core.steady_steps(self._script.steps_to_an_end(ids))
+        if not steps:
             return False
         self._unseated = self.core.num_waiting
-        rows, context = self.core.contexts()
-        leap = self._leap = Leap(now, steps, *self._clock.decode(rows, context))
+        leap = self._leap = Leap(now, steps, ids, *self._clock.decode(*self.core.contexts()))
         self._schedule(leap.end_of(steps), self._land)
+        if self._beat_at < 0 and not self.reporter.is_under_way:
+            self._expect_news(leap.end_of(1))
         return True
 
     def _land(self, now: int) -> None:
+        """The leap is over, and whoever said a last token in its last step."""
         leap = self._leap
         assert leap is not None
-        self._advance(leap, leap.steps)
+        self._take_snapshots(leap, leap.steps - 1)
+        begun = leap.end_of(leap.steps - 1)
+        self._make(leap, leap.steps)
+        self._say(leap, leap.steps)
         self._leap = None
         self._expect_beat()
+        self._post(now)
+        if begun >= self._stats_due:
+            self._publish(begun)
         self._go(now)
 
     def _cut(self, now: int) -> None:
-        """End the leap with the step that is under way. It has been settled."""
+        """End the leap with the step that is under way."""
         leap = self._leap
         assert leap is not None
-        if leap.done + 1 < leap.steps:
-            leap.steps = leap.done + 1
-            self._schedule(leap.end_of(leap.steps), self._land)
+        steps = leap.steps_by(now) + 1
+        if steps < leap.steps:
+            leap.steps = steps
+            self._schedule(leap.end_of(steps), self._land)
 
-    def _advance(self, leap: Leap, upto: int) -> None:
-        """Let the core make the leap's steps up to `upto`, and take its snapshots where the loop would have taken them."""
+    def _take_snapshots(self, leap: Leap, upto: int) -> None:
+        """Where the loop would have taken them in the leap's steps up to `upto`. All but the last are never looked at."""
         last = 0
         while (step := leap.first_from(self._stats_due)) <= upto:
             self._stats_due = leap.end_of(step - 1) + self._snapshot_every
@@ -280,32 +292,37 @@ class Replica:
             self._make(leap, last)
             self._take_pages()
             self._take_stats()
-        self._make(leap, upto)
 
     def _make(self, leap: Leap, upto: int) -> None:
-        """The steps of the leap up to `upto`."""
+        """Let the core make the steps of the leap up to `upto`."""
         count, begin, end = upto - leap.done, leap.end_of(leap.done), leap.end_of(upto)
         if not count:
             return
-        ids, gaps = self.core.running_ids(), self._gaps
-        self.core.repeat(count, self._script.read_ahead(ids, count))
+        ids, gaps, answer_of = self.core.running_ids(), self._gaps, self._script.answer
+        self.core.repeat(count, self._script.read_ahead(ids, count), seconds(end))
         first, final = leap.first + leap.more * leap.done, leap.first + leap.more * (upto - 1)
         if first // GAP == final // GAP:
             gaps[first // GAP] += count * len(ids)
         else:
             for step in range(leap.done, upto):
                 gaps[(leap.first + leap.more * step) // GAP] += len(ids)
-        moved, answer_of = self.reporter.moved, self._script.answer
         for request_id in ids:
             answer = answer_of(request_id)
             if answer.last_at != begin:  # it was left out of a step before
                 gaps[first // GAP] -= 1
                 gaps[(first + begin - answer.last_at) // GAP] += 1
             answer.last_at = end
-            moved(request_id, count)
         self.busy_ticks += end - begin
         self.steps += count
         leap.done = upto
+
+    def _say(self, leap: Leap, upto: int) -> None:
+        """The reporter hears of the tokens of the leap's steps up to `upto`."""
+        count, moved = upto - leap.said, self.reporter.moved
+        if count:
+            for request_id in leap.ids:
+                moved(request_id, count)
+            leap.said = upto
 
     # ---- what is told -----------------------------------------------------------------------------------------------------------
 
@@ -335,16 +352,20 @@ class Replica:
                 if of_version == version:
                     self._pages[page] = held
 
-    def _expect_beat(self) -> bool:
-        """Put the next beat on the agenda; False when none is due."""
+    def _expect_news(self, at: int) -> None:
+        """The step that is over at `at` will be news, and nothing else disturbs the leap it is part of."""
+        self.reporter.touch()
+        self._expect_beat(at)
+
+    def _expect_beat(self, earliest: int = 0) -> None:
+        """Put the next beat on the agenda, if one is due."""
         due = self.reporter.due_at
         if due == math.inf:
-            return False
-        at = max(self._agenda.now, ticks(due)) if due > 0 else self._agenda.now
+            return
+        at = max(self._agenda.now, earliest, ticks(due)) if due > 0 else max(self._agenda.now, earliest)
         if self._beat_at < 0 or at < self._beat_at:
             self._beat_at = at
-            self._agenda.at(at, Turn.ENGINE, self.number, self._ring)
-        return True
+            self._agenda.at(at, Turn.BEAT, self.number, self._ring)
 
     def _ring(self, now: int) -> None:
         if now == self._beat_at and not self.dead:

@@ -106,18 +106,18 @@ class Script:
                 tokens.append(answer.filler if answer.left else END_TOKEN)
         return StepResult(tokens)
 
-    def steps_before_an_end(self, request_ids: Iterable[str]) -> int:
-        """Tokens that each of these will say before any says its last."""
+    def steps_to_an_end(self, request_ids: Iterable[str]) -> int:
+        """Tokens that each of these will say until one of them has said its last."""
         answers = self._answers
-        return min([answers[request_id].left for request_id in request_ids]) - 1
+        return min([answers[request_id].left for request_id in request_ids])
 
-    def read_ahead(self, request_ids: Iterable[str], steps: int) -> dict[str, int]:
-        """What each of these says in each of the next `steps` steps, which nobody's last token is in."""
-        tokens: dict[str, int] = {}
+    def read_ahead(self, request_ids: Iterable[str], steps: int) -> list[tuple[int, int]]:
+        """What each of these says in the next `steps` steps: over and over, and in the last of them. Nobody's last token comes sooner."""
+        said: list[tuple[int, int]] = []
         for request_id in request_ids:
             answer = self._answers[request_id]
             answer.left -= steps
             answer.said += steps
-            assert answer.left > 0, f"{request_id} would have ended within a leap"
-            tokens[request_id] = answer.filler
-        return tokens
+            assert answer.left >= 0, f"{request_id} would have ended within a leap"
+            said.append((answer.filler, answer.filler if answer.left else END_TOKEN))
+        return said
