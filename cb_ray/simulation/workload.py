@@ -112,7 +112,7 @@ class Script:
         return min([answers[request_id].left for request_id in request_ids])
 
     def read_ahead(self, request_ids: Iterable[str], steps: int) -> list[tuple[int, int]]:
-        """What each of these says in the next `steps` steps: over and over, and in the last of them. Nobody's last token comes sooner."""
+        """What each of these says in the next `steps` steps: over and over, and in the last one. No end comes sooner."""
         said: list[tuple[int, int]] = []
         for request_id in request_ids:
             answer = self._answers[request_id]
