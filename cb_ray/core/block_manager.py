@@ -271,6 +271,8 @@ class BlockManager:
         Only what is so now: a page that came and went in between is in neither list, whichever came last.
         """
         pool = self._pools[0]
+        if not (pool.named_since or pool.forgotten_since):
+            return [], []
         added = [name for name in dict.fromkeys(pool.named_since) if pool.find(name) is not None]
         forgotten = [name for name in dict.fromkeys(pool.forgotten_since) if pool.find(name) is None]
         pool.named_since, pool.forgotten_since = [], []

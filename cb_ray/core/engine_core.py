@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from typing import Any
 
 from ..config import EngineFacts
 from ..errors import InvalidRequestError, RequestCancelledError, RequestTimeoutError
@@ -23,12 +24,14 @@ from .scheduler import Scheduler
 class EngineCore:
     """Counts tokens and blocks, and decides. `facts` are the resolved settings, `layout` the cache's shape."""
 
+    scheduler_type: type[Scheduler] = Scheduler
+
     def __init__(self, *, facts: EngineFacts, layout: CacheLayout, limits: RequestLimits, num_host_sectors: int = 0) -> None:
         self.facts = facts
         self.limits = limits
         self._layout = layout
         self._blocks = BlockManager(layout, allow_sharing=facts.allow_block_sharing, num_host_sectors=num_host_sectors)
-        self._scheduler = Scheduler(
+        self._scheduler = self.scheduler_type(
             self._blocks,
             kind=facts.scheduler_type,
             page_size=layout.page_size,
@@ -266,27 +269,30 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot. Costs time in proportion to the running requests, not to the waiting ones."""
+        return EngineStats(**self._counts())
+
+    def _counts(self) -> dict[str, Any]:
         total, held, cached = self._blocks.counts()
-        totals = self._totals
-        return EngineStats(
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
-            owed_tokens=self._scheduler.waiting.owed_tokens + sum(r.remaining for r in self._scheduler.running.values()),
-            blocks_total=total,
-            blocks_held=held,
-            blocks_cached=cached,
-            num_steps=self._step,
-            num_preemptions=totals["preemptions"],
-            num_finished=totals["finished"],
-            num_failed=totals["failed"],
-            num_cancelled=totals["cancelled"],
-            prompt_tokens=totals["prompt"],
-            cached_tokens=totals["cached"],
-            generated_tokens=totals["generated"],
-            computed_tokens=totals["computed"],
-            busy_s=self._busy_s,
-            weights_version=self._scheduler.weights_version,
-        )
+        totals, scheduler = self._totals, self._scheduler
+        return {
+            "num_running": len(scheduler.running),
+            "num_waiting": len(scheduler.waiting),
+            "owed_tokens": scheduler.waiting.owed_tokens + sum([r.remaining for r in scheduler.running.values()]),
+            "blocks_total": total,
+            "blocks_held": held,
+            "blocks_cached": cached,
+            "num_steps": self._step,
+            "num_preemptions": totals["preemptions"],
+            "num_finished": totals["finished"],
+            "num_failed": totals["failed"],
+            "num_cancelled": totals["cancelled"],
+            "prompt_tokens": totals["prompt"],
+            "cached_tokens": totals["cached"],
+            "generated_tokens": totals["generated"],
+            "computed_tokens": totals["computed"],
+            "busy_s": self._busy_s,
+            "weights_version": scheduler.weights_version,
+        }
 
     def track_names(self) -> None:
         """Start recording which pages become findable and which stop being so, for a router's index."""

@@ -251,8 +251,8 @@ class Request:
             extras["prompt_logprobs"] = tuple(self.prompt_logprobs)
             if self.prompt_top_logprobs is not None:
                 extras["prompt_top_logprobs"] = tuple(self.prompt_top_logprobs)
-        if first or len(self.versions) > self.num_versions_told:  # whoever reads a stream that breaks off knows what made it
-            extras["usage"] = self.usage()
+        if first or self.ended or len(self.versions) > self.num_versions_told:
+            extras["usage"] = self.usage()  # whoever reads a stream that breaks off knows what made it
             self.num_versions_told = len(self.versions)
         if self.ended:
             extras.update(
@@ -260,7 +260,6 @@ class Request:
                 finish_reason=self.end_reason,
                 stop_token=self.stop_token,
                 error=self.error,
-                usage=self.usage(),
             )
         return TokenChunk(
             request_id=self.id, token_ids=tuple(self.tokens[self.num_prompt + start :]), status=self.status, **extras

@@ -268,34 +268,11 @@ class Scheduler:
         self.waiting.push(victim, self._key(victim))
 
     def _add_row(self, request: Request, length: int, draft: StepDraft) -> None:
-        start, tokens = request.num_computed, request.tokens
-        end, known = start + length, len(tokens)
-        token_ids = tokens[start:end]
-        carry_from = -1
-        if end > known:
-            token_ids.append(UNKNOWN_TOKEN)
-            carry_from = request.slot
-        samples = end == known + request.num_in_flight
-        index = known + request.num_in_flight - request.num_prompt + request.source.resumed_tokens
-        sampling = request.sampling
-        pages = -(-end // self._page)
+        start = request.num_computed
+        end, known = start + length, request.num_known + request.num_in_flight
+        samples = end == known
         draft.starts[request.id] = start
-        draft.rows.append(
-            Row(
-                request.id,
-                start,
-                token_ids,
-                tuple([table[:pages] for table in request.block_tables]),
-                samples,
-                carry_from,
-                sampling,
-                request.seed,
-                index,
-                max(0, sampling.min_tokens - index) if sampling.min_tokens else 0,
-                tokens[:] if sampling.reads_history or sampling.prompt_logprobs is not None else None,
-                request.num_prompt - request.source.resumed_tokens,
-            )
-        )
+        draft.rows.append(self._row(request, start, end, samples, known - request.num_prompt + request.source.resumed_tokens))
         draft.requests.append(request)
         draft.room -= length
         draft.num_tokens += length
@@ -311,3 +288,27 @@ class Scheduler:
             request.started_time = draft.now
         if end // self._page > request.named_pages:
             self._blocks.name_full(request)
+
+    def _row(self, request: Request, start: int, end: int, samples: bool, index: int) -> Row:
+        """Tokens `start` … `end` - 1 of a request, of which the last may be in flight; `index` is that of the token sampled next."""
+        tokens, sampling = request.tokens, request.sampling
+        token_ids = tokens[start:end]
+        carry_from = -1
+        if end > len(tokens):
+            token_ids.append(UNKNOWN_TOKEN)
+            carry_from = request.slot
+        pages = -(-end // self._page)
+        return Row(
+            request.id,
+            start,
+            token_ids,
+            tuple([table[:pages] for table in request.block_tables]),
+            samples,
+            carry_from,
+            sampling,
+            request.seed,
+            index,
+            max(0, sampling.min_tokens - index) if sampling.min_tokens else 0,
+            tokens[:] if sampling.reads_history or sampling.prompt_logprobs is not None else None,
+            request.num_prompt - request.source.resumed_tokens,
+        )

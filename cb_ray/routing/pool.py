@@ -493,16 +493,19 @@ class Pool:
         if beat.num_finished:
             self._lengths.observe(beat.finished_tokens / beat.num_finished, beat.num_finished)
         leased = set[str]()
+        expect = self._lengths.expect
         for ticket, lease in list(replica.leases.items()):
             request_id = lease.ask.request_id
-            if request_id in live:
+            emitted = live.get(request_id)
+            if emitted is not None:
                 leased.add(request_id)
-                emitted = live[request_id]
-                replica.progress(now, lease, emitted, self._lengths.expect(lease.ask.max_new_tokens, emitted))
+                replica.progress(now, lease, emitted, expect(lease.ask.max_new_tokens, emitted))
             elif lease.confirmed or request_id in ended:
                 self._drop_lease(ticket)
-        replica.strays = {name: replica.strays.get(name, now) for name in live if name not in leased}
-        replica.abandoned &= set(live)
+        if replica.strays or len(leased) < len(live):
+            replica.strays = {name: replica.strays.get(name, now) for name in live if name not in leased}
+        if replica.abandoned:
+            replica.abandoned &= live.keys()
         replica.stalled = beat.num_waiting
         self._touched(beat.replica)
         self.peak_waiting = max(self.peak_waiting, self._num_waiting())

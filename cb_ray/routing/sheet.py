@@ -55,7 +55,7 @@ class Sheet:
             self._touched.clear()
 
     def _write(self, now: float, at: int, replica: Replica) -> None:
-        self.room[at], self.step_left[at], self.taken[at] = replica.room(now), replica.step_left, replica.taken
+        self.room[at], self.step_left[at], self.taken[at] = float(replica.room(now)), float(replica.step_left), replica.taken
         self._prefill[at], self._decode[at] = float(replica.owed_prefill), float(replica.owed_decode)
         self._strays[at] = len(replica.strays)
         self._blocked |= now < replica.blocked_until

@@ -11,19 +11,33 @@ page, it takes the next block and publishes the full one, in the order in which 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
 from ..core.engine_core import EngineCore
-from ..core.plan import BatchPlan
+from ..core.plan import BatchPlan, Row
 from ..core.request import Request
-from ..messages import GenerateRequest, RequestStatus
+from ..core.scheduler import Scheduler
+from ..messages import EngineStats, GenerateRequest, RequestStatus
 
 _FAR = 1 << 30
+_ONE_TOKEN = array("i", [0])
+
+
+class CountingScheduler(Scheduler):
+    """The production scheduler, for a runner that only counts: rows say how long they are, not what is in them."""
+
+    def _row(self, request: Request, start: int, end: int, samples: bool, index: int) -> Row:
+        token_ids = _ONE_TOKEN if end - start == 1 else request.tokens[start:end]
+        return Row(
+            request.id, start, token_ids, (), samples, -1, request.sampling, request.seed, index, 0, None, request.num_prompt
+        )
 
 
 class LeapingCore(EngineCore):
-    """`EngineCore` for a runner of depth 1. `plan` and `commit` are the production core's own."""
+    """`EngineCore` for a runner of depth 1 that only counts. `plan` and `commit` are the production core's own."""
 
+    scheduler_type = CountingScheduler
     _leaps = True  # until a request comes whose every token must be looked at
     _tried: tuple[object, ...] | None = None  # under which circumstances the head of the line was last found not to fit
 
@@ -110,6 +124,17 @@ class LeapingCore(EngineCore):
         """Steady steps until some request publishes a page or takes a block, not counting that one."""
         page = self._layout.page_size
         return min([self._calm_steps(request, len(request.tokens), page) for request in self._scheduler.running.values()])
+
+    def stats_after(self, steps: int, busy_s: float) -> EngineStats:
+        """`stats` as they will be after so many steady steps, at most `steps_to_page()`; 0: as they are. `busy_s` is the caller's to
+        count: leaps must not add up floats."""
+        counts, more = self._counts(), steps * len(self._scheduler.running)
+        counts["busy_s"] = busy_s
+        counts["num_steps"] += steps
+        counts["owed_tokens"] -= more
+        counts["generated_tokens"] += more
+        counts["computed_tokens"] += more
+        return EngineStats(**counts)
 
     def contexts(self) -> tuple[int, int]:
         """(requests that run, tokens that they have together): what a steady step reads."""

@@ -289,9 +289,10 @@ class Replica:
                 self._take_pages()
             last = step
         if last:
-            self._make(leap, last)
+            if last - leap.done > self.core.steps_to_page():
+                self._make(leap, last)
             self._take_pages()
-            self._take_stats()
+            self._take_stats(last - leap.done, leap.end_of(last) - leap.end_of(leap.done))
 
     def _make(self, leap: Leap, upto: int) -> None:
         """Let the core make the steps of the leap up to `upto`."""
@@ -338,8 +339,9 @@ class Replica:
         self._take_stats()
         self._take_pages()
 
-    def _take_stats(self) -> None:
-        self.stats = replace(self.core.stats(), busy_s=seconds(self.busy_ticks))  # the core adds in floats, which leaps must not
+    def _take_stats(self, steps: int = 0, busy: int = 0) -> None:
+        """As they will be after so many steps of a leap, which take `busy` ticks."""
+        self.stats = self.core.stats_after(steps, seconds(self.busy_ticks + busy))
 
     def _take_pages(self) -> None:
         version = self.core.weights_version
