@@ -1,7 +1,7 @@
 """The pool: who is granted which replica, who waits, who is refused. The one writer of leases, owed work and the waiting line.
 
-Owns `Pool` and the answers it gives (`Granted`, `Queued`, `Refused`, `Expired`, `Changes`). May know no clock, thread or network:
-`now` (seconds, any origin) comes in, and what changed goes out, so an actor can wake futures and a simulator can replay a trace.
+Owns `Pool` and the answers it gives (`Granted`, `Queued`, `Refused`, `Expired`, `Changes`, `Room`). May know no clock, thread or
+network: `now` (seconds, any origin) comes in, and what changed goes out: an actor can wake futures, a simulator can replay a trace.
 
     acquire ─┬─ a replica has room and nobody is before it ──▶ Granted (reserved in the same step)
              ├─ fewer than max_queue_size wait ──────────────▶ Queued ──(release, beat, members)──▶ Granted
@@ -71,6 +71,18 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Whether newcomers are refused, for a door that then refuses them itself. `returns`: seconds until places that are promised to
+    that door alone."""
+
+    full: bool
+    waiting: int
+    limit: int
+    first: int | None = None  # priority of who is next in line; who goes before that one may be granted a replica all the same
+    returns: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Expired:
     """`ticket` left the line without a grant: no replica came up in time, or its holder has gone."""
 
@@ -134,7 +146,7 @@ class Pool:
 
     def reserve(self, now: float, request_id: str, holder: str = "") -> Refused | None:
         """Keep a place for a request that will ask shortly (it is still being tokenized), or refuse it now."""
-        if self._is_full(now):
+        if self.is_full(now):
             return self._refuse(now, request_id)
         self._places[request_id] = _Place(now, holder)
         self._seen(now, holder)
@@ -152,7 +164,7 @@ class Pool:
         self._seen(now, ask.holder)
         had_place = self._places.pop(ask.request_id, None) is not None
         decision = self._choose(now, ask) if self._may_go_first(ask) else None
-        full = self._num_waiting() >= (self.limits.max_queue_size or math.inf) if had_place else self._is_full(now)
+        full = self._num_waiting() >= (self.limits.max_queue_size or math.inf) if had_place else self.is_full(now)
         if decision is not None and not (full and self._waits_inside(ask, decision)):
             return self._grant(now, Waiting(ask=ask, since=now), decision)
         if full and not ask.readmit:
@@ -309,7 +321,31 @@ class Pool:
         self._set_deadline(now)
         return Changes(granted=self._pump(now))
 
+    def room(self, now: float, promises: int = 0, refused: int = 0) -> Room:
+        """How a door should treat newcomers; if it should refuse them, with so many promises for it to give out. `refused`: how many
+        it has refused since it last asked."""
+        self.counters["refused"] += refused
+        full, head = self.is_full(now), self._line.head()
+        return Room(
+            full=full,
+            waiting=self._num_waiting() + len(self._places),
+            limit=self.limits.max_queue_size,
+            first=None if head is None else head.ask.priority,
+            returns=tuple(self._promise(now) for _ in range(promises)) if full else (),
+        )
+
     # questions
+
+    def is_full(self, now: float) -> bool:
+        """Whether as many wait, or have places, as may."""
+        limit = self.limits.max_queue_size
+        if not limit:
+            return False
+        waiting, places = self._num_waiting(), len(self._places)
+        if waiting + places < limit or waiting >= limit:
+            return waiting >= limit
+        free = sum(replica.free_slots(now) for replica in self._replicas.values()) if not len(self._line) else 0
+        return waiting + max(0, places - free) >= limit
 
     @property
     def num_waiting(self) -> int:
@@ -364,25 +400,18 @@ class Pool:
         """Who waits anywhere: in the line, or inside an engine. Who came back after an admission is not counted again."""
         return len(self._line) - self._line.num_readmitted + self._num_inside
 
-    def _is_full(self, now: float) -> bool:
-        limit = self.limits.max_queue_size
-        if not limit:
-            return False
-        waiting, places = self._num_waiting(), len(self._places)
-        if waiting + places < limit or waiting >= limit:
-            return waiting >= limit
-        free = sum(replica.free_slots(now) for replica in self._replicas.values()) if not len(self._line) else 0
-        return waiting + max(0, places - free) >= limit
-
     def _refuse(self, now: float, ticket: str) -> Refused:
         self.counters["refused"] += 1
+        wait, waiting = self._promise(now), self._num_waiting() + len(self._places)
+        return Refused(ticket=ticket, waiting=waiting, limit=self.limits.max_queue_size, retry_after_s=wait)
+
+    def _promise(self, now: float) -> float:
+        """Seconds until the next place that nobody was promised."""
         if now - self._ends_at >= _ENDS_AGE_S:
             self._ends_at = now
             self._ends = sorted(end for replica in self._replicas.values() for end in replica.ends(now, self.rates))
         interval = self._service_s() / max(1, len(self._replicas))
-        wait = self._pacer.next_return(now, self._ends, interval, self._lengths.spread)
-        waiting = self._num_waiting() + len(self._places)
-        return Refused(ticket=ticket, waiting=waiting, limit=self.limits.max_queue_size, retry_after_s=wait)
+        return self._pacer.next_return(now, self._ends, interval, self._lengths.spread)
 
     def _service_s(self) -> float:
         """Seconds of one replica's time that a request takes here, as far as is known."""

@@ -5,6 +5,7 @@ per holder (a process that makes requests). The Board is on the path of a reques
 
     caller's process                         Board                                engine replica
     acquire(ask) ──────────────────▶ Granted │ Queued │ Refused
+    room(heard) ──────(waits)──────▶ full, or not any more; for a door that refuses by itself meanwhile
     listen(holder) ───(waits)──────▶ grants of those who were queued
     release(ticket) ───────────────▶ next in line is granted   ◀───────────────── beat(live, ended, pages, …)
 
@@ -15,6 +16,7 @@ when it comes round, and tells it at once when the Board dies.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -30,7 +32,7 @@ from ray import serve
 from ..digests import page_digests
 from ..routing.loads import Ask, RoutingDecision
 from ..routing.members import Beat, BeatReply, Member
-from ..routing.pool import Changes, Expired, Granted, Pool, PoolLimits, Queued, Refused
+from ..routing.pool import Changes, Expired, Granted, Pool, PoolLimits, Queued, Refused, Room
 from ..routing.weights import InFlight, Mode, Order, Report
 from .board_weights import BoardWeights, Current, PoolWeights, Stored
 from .replica_router import other_boards, watch_replicas
@@ -81,6 +83,8 @@ class BoardState:
         self._changes = 0
         self._telling: asyncio.TimerHandle | None = None
         self._news: asyncio.Event | None = None  # there while somebody watches
+        self._was_full = False
+        self._words: set[asyncio.Future[None]] = set()  # of those who wait for the pool to be as full no more, or to be so full
 
     @property
     def now(self) -> float:
@@ -101,16 +105,39 @@ class BoardState:
         self._asked.pop(ticket, None)
         self.apply(self.pool.release(self.now, ticket, rejected))
 
+    def reserve(self, request_id: str, holder: str = "") -> Refused | None:
+        answer = self.pool.reserve(self.now, request_id, holder)
+        self._arm()
+        return answer
+
+    def unreserve(self, request_id: str) -> None:
+        self.pool.unreserve(request_id)
+        self._arm()
+
+    async def room(self, heard: bool | None, promises: int, refused: int) -> Room:
+        """Whether the pool is full: at once if that is not what was `heard`, else when it has changed, or after a third of the lease
+        timeout."""
+        self._look()
+        if heard is self.pool.is_full(self.now):
+            self._was_full, word = heard, asyncio.get_running_loop().create_future()
+            self._words.add(word)
+            try:
+                async with asyncio.timeout(self.pool.limits.lease_timeout_s / 3):
+                    await word
+            except TimeoutError:
+                pass
+            finally:
+                self._words.discard(word)
+        return self.pool.room(self.now, promises, refused)
+
     async def listen(self, holder: str, held: Sequence[tuple[str, str, str]] = ()) -> list[Granted | Expired]:
         """News for `holder`: at once if there is some, else when there is, else nothing after a third of the lease timeout."""
         self.pool.renew(self.now, holder, held)
         self._arm()
         mailbox = self._mailboxes.setdefault(holder, _Mailbox())
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.pool.limits.lease_timeout_s / 3):
                 await mailbox.filled.wait()
-        except TimeoutError:
-            pass
         news, mailbox.news = mailbox.news, []
         mailbox.filled.clear()
         if not news and self._mailboxes.get(holder) is mailbox:
@@ -163,10 +190,11 @@ class BoardState:
             self.decisions.popitem(last=False)
 
     def _arm(self) -> None:
-        """Whoever watches is told; one timer, at the pool's deadline; none while there is nothing to wait for."""
+        """Whoever watches or waits is told; one timer, at the pool's deadline; none while there is nothing to wait for."""
         self._changes += 1
         if self._news is not None:
             self._tell_soon()
+        self._look()
         deadline = self.pool.deadline
         if self._timer is not None:
             if self._due_at <= deadline:
@@ -176,6 +204,14 @@ class BoardState:
         if deadline < float("inf"):
             self._due_at = deadline
             self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self.now), self._tick)
+
+    def _look(self) -> None:
+        """Whoever waits for the pool to be full, or not to be any more, is told when it has come to that."""
+        if self._words and self.pool.is_full(self.now) is not self._was_full:
+            for word in self._words:
+                if not word.done():
+                    word.set_result(None)
+            self._words = set()
 
     def _tick(self) -> None:
         self._timer = None
@@ -216,10 +252,13 @@ class BoardActor:
         self._weights.advance()
 
     async def reserve(self, request_id: str, holder: str) -> Refused | None:
-        return self._pool.reserve(self._state.now, request_id, holder)
+        return self._state.reserve(request_id, holder)
 
     async def unreserve(self, request_id: str) -> None:
-        self._pool.unreserve(request_id)
+        self._state.unreserve(request_id)
+
+    async def room(self, heard: bool | None, promises: int, refused: int) -> Room:
+        return await self._state.room(heard, promises, refused)
 
     async def listen(self, holder: str, held: Sequence[tuple[str, str, str]] = ()) -> list[Granted | Expired]:
         return await self._state.listen(holder, held)

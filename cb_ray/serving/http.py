@@ -118,7 +118,7 @@ class Door:
         self.keyring = Keyring(settings.api_keys, settings.api_keys_file)
         self.gate = gate or TenantGate(settings.num_routers)
         self.tracing = Tracing()  # off, unless who builds the door sets another
-        self._pool, self._refused = pool, False  # whether the pool had no place when it was last heard of
+        self._pool = pool
         self._answerer = Answerer(source, self.metrics, settings, pool)
         if store is None and settings.stored_response_bytes:
             store = ResponseStore(settings.stored_response_bytes)
@@ -171,6 +171,8 @@ class Door:
     async def close(self) -> None:
         """End what runs in the background, and let go of the tokenizer threads."""
         await self._stored.close()
+        if self._pool is not None:
+            self._pool.lookout.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # generating
@@ -204,7 +206,7 @@ class Door:
         body = await self._parsed(request, CompletionsBody)
         check_completions(body)
         head, long = self._head("cmpl"), body.num_chars > _LONG_TEXT
-        async with self._places(head, len(body.prompts) * (body.n or 1), long):
+        async with self._places(head, len(body.prompts) * (body.n or 1), long, body.priority):
             prompts = await self._in_thread_if(long, tokenize_prompts, body, self.model)
             choices = completion_choices(body, self.model, head, prompts)
             reply = CompletionsReply(head, body, self.model, choices)
@@ -213,14 +215,15 @@ class Door:
     async def generate(self, request: Request) -> Response:
         body = await self._parsed(request, GenerateBody)
         head = self._head("gen")
-        reply = GenerateReply(head, generate_choices(body, self.model, head))
-        return await self._answer(request, reply, streams=bool(body.stream))
+        async with self._places(head, body.n or 1, long=False, priority=body.priority):
+            reply = GenerateReply(head, generate_choices(body, self.model, head))
+            return await self._answer(request, reply, streams=bool(body.stream))
 
     async def embeddings(self, request: Request) -> Response:
         body = await self._parsed(request, EmbeddingsBody)
         check_embeddings(body, self.settings.max_choices)
         head, long = self._head("embd"), body.num_chars > _LONG_TEXT
-        async with self._places(head, len(body.inputs), long):
+        async with self._places(head, len(body.inputs), long, body.priority):
             inputs = await self._in_thread_if(long, tokenize_inputs, body, self.model)
             return await self._answer(request, EmbeddingsReply(head, body, embedding_choices(body, head, inputs)), streams=False)
 
@@ -268,7 +271,8 @@ class Door:
             except (ClientDisconnected, ClientDisconnect):
                 response = Response(status_code=499)  # nobody reads it; it is for the log and the counters
             except Exception as error:
-                self._refused = self._refused or isinstance(error, QueueFullError)
+                if self._pool is not None and isinstance(error, QueueFullError):
+                    self._pool.lookout.refused()
                 shown = public_error(error, request_id)
                 self.metrics.rejections.labels(shown.code or shown.openai_type).inc()
                 request.state.log.update(error=str(shown))
@@ -288,7 +292,7 @@ class Door:
         """The reply to a chat, whichever dialect it came in, inside its places in the pool. Raises InvalidRequestError."""
         check_chat(body, self.model)
         long = body.num_chars > _LONG_TEXT
-        async with self._places(head, body.n or 1, long):
+        async with self._places(head, body.n or 1, long, body.priority):
             ids = await self._in_thread_if(long, tokenize_chat, body, self.model)
             yield ChatReply(head, body, self.model, chat_choices(body, self.model, head, ids))
 
@@ -333,15 +337,14 @@ class Door:
         return choices
 
     @contextlib.asynccontextmanager
-    async def _places(self, head: ReplyHead, count: int, long: bool) -> AsyncGenerator[None]:
-        """Places in the pool while a long text is tokenized: a full pool refuses it before, not after, the work. While the pool
-        refuses, all ask for places first, since a refusal then takes one call to the Board and no more.
+    async def _places(self, head: ReplyHead, count: int, long: bool, priority: int | None) -> AsyncGenerator[None]:
+        """Places in the pool while a long text is tokenized: a full pool refuses it before, not after, the work. While others are
+        refused all ask for places first, since a refusal then takes one call to the Board; and none while the pool is known to be full.
         """
-        if self._pool is None or not (long or self._refused):
+        if self._pool is None or not (self._pool.lookout.asks_first(priority or 0) or long):
             yield
             return
         async with self._pool.places([f"{head.id}-{index}" for index in range(count)]):
-            self._refused = False
             yield
 
     async def _parsed(self, request: Request, kind: type[Body]) -> Body:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -22,14 +23,16 @@ from ..routing.pool import Granted, Refused
 from ..routing.weights import InFlight, Mode
 from .board_weights import PoolWeights
 from .handle_source import own_error
+from .lookout import Lookout
 
 
 class PoolView:
-    """`find` gives a handle to the Board's actor, or None."""
+    """`find` gives a handle to the Board's actor, or None. `lookout` says when the pool need not be asked."""
 
-    def __init__(self, find: Callable[[], Awaitable[Any | None]]) -> None:
+    def __init__(self, find: Callable[[], Awaitable[Any | None]], clock: Callable[[], float] = time.monotonic) -> None:
         self._find = find
         self._board: Any | None = None
+        self.lookout = Lookout(self._ask, clock)
 
     @asynccontextmanager
     async def places(self, request_ids: Sequence[str]) -> AsyncGenerator[None]:
@@ -51,6 +54,7 @@ class PoolView:
                 kept.append(request_id)  # before asking: the call may be cancelled when the place is already kept
                 answer = await self._ask("reserve", request_id, "")
                 if isinstance(answer, Refused):
+                    kept.pop()
                     raise QueueFullError(answer.waiting, answer.limit, answer.retry_after_s)
         except BaseException:
             self.give_back(kept)
@@ -142,6 +146,7 @@ class PoolView:
                 if self._board is not None:
                     return await getattr(self._board, method).remote(*args)
             self._board = None
+            self.lookout.lost()
         return None
 
     def _tell(self, method: str, *args: Any) -> None:

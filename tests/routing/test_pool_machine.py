@@ -92,10 +92,13 @@ class PoolBesideAModel(RuleBasedStateMachine):
     @rule()
     def reserve(self):
         self.count += 1
-        name = f"q{self.count}"
+        name, said = f"q{self.count}", self.pool.room(self.now, promises=2)
+        assert len(said.returns) == (2 if said.full else 0)
         if self.pool.reserve(self.now, name, "caller") is None:
+            assert not said.full
             self.places.append(name)
         else:
+            assert said.full, "doors are told what the pool would answer"
             assert self.limit and len(self.waiting) + len(self.places) + self.stalls >= self.limit
 
     @precondition(lambda self: self.places)

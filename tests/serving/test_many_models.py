@@ -14,6 +14,7 @@ from openai import AsyncOpenAI, NotFoundError
 from cb_ray.errors import ConfigError, NoReplicaError
 from cb_ray.serving.args import parse_models
 from cb_ray.serving.http import build_http_app
+from cb_ray.serving.lookout import Lookout
 from cb_ray.serving.many_models import merged, several
 from cb_ray.serving.settings import DoorSettings
 from cb_ray.serving.tenants import TenantGate
@@ -23,10 +24,12 @@ SAYS = {"first": "I am the first", "second/one": "and I the second"}
 
 
 class FakePool:
-    """A pool's view that knows its name."""
+    """A pool's view that knows its name. There is no Board."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        async def ask(*_: Any) -> None: ...
+
+        self.name, self.lookout = name, Lookout(ask, lambda: 0.0)
 
     async def snapshot(self) -> dict[str, Any]:
         return {

@@ -180,7 +180,8 @@ def test_who_waits_and_leaves_is_out_of_the_line_and_never_reaches_an_engine(sta
 
 
 def test_http_refusal_says_when_to_come_back_and_a_client_that_leaves_frees_its_place(stage):
-    """429 with Retry-After before any stream has begun; closing a connection that waits or streams ends the request behind it."""
+    """429 with Retry-After before any stream has begun, also by Routers that have heard that the pool is full; they hear when it is not
+    any more. Closing a connection that waits or streams ends the request behind it."""
 
     async def story():
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{PORT}/v1", timeout=60) as client:
@@ -196,8 +197,19 @@ def test_http_refusal_says_when_to_come_back_and_a_client_that_leaves_frees_its_
             refused = await post()
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["code"] == "queue_full"
+            before = (await board().snapshot.remote())["counters"]["refused"]
+            assert {(await post()).status_code for _ in range(20)} == {429}
             for call in waiting:
                 call.cancel()
+            await until(lambda counts: counts["waiting"] == 0 and counts["counters"]["refused"] >= before + 20)
+
+            async def insist() -> None:
+                while (await post()).status_code == 429:
+                    pass
+
+            insisting = asyncio.ensure_future(insist())
+            await until(lambda counts: counts["waiting"] == 1)
+            insisting.cancel()
             await until(lambda counts: counts["waiting"] == 0)
             for call in running:
                 call.cancel()

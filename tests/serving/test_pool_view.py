@@ -57,13 +57,20 @@ class LocalBoard:
             self.pool.acquire(0.0, Ask(ticket=f"t{number}", request_id=f"other{number}"))
 
 
-def door(board: LocalBoard | None, source_class: type[FakeSource] = FakeSource) -> DoorUnderTest:
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def door(board: LocalBoard | None, source_class: type[FakeSource] = FakeSource, clock: Clock | None = None) -> DoorUnderTest:
     async def find() -> Any:
         return board
 
     model = make_model(context_length=100_000)
     source = source_class(codec=model.codec)
-    return DoorUnderTest(app=build_http_app(model, source, pool=PoolView(find)), source=source, model=model)
+    return DoorUnderTest(app=build_http_app(model, source, pool=PoolView(find, clock or Clock())), source=source, model=model)
 
 
 def test_a_full_pool_refuses_a_long_prompt_before_it_is_tokenized(monkeypatch):
@@ -92,10 +99,10 @@ def test_places_are_given_back_however_the_request_ends(ends):
 
 
 def test_while_the_pool_refuses_places_are_asked_for_first(monkeypatch):
-    """In a storm of requests a refusal is one call to the Board: nothing is tokenized, nothing goes through a handle. The first
-    request that gets a place is the last that asks for one."""
-    board = LocalBoard()
-    here = door(board)
+    """In a storm of requests a refusal is one call to the Board: nothing is tokenized, nothing goes through a handle. A second after
+    the last refusal nobody asks for a place any more."""
+    board, clock = LocalBoard(), Clock()
+    here = door(board, clock=clock)
     here.source.fails = QueueFullError(4, 4)
     assert here.chat("Hi").status_code == 429 and "reserve" not in board.calls
     board.fill(4)
@@ -104,8 +111,11 @@ def test_while_the_pool_refuses_places_are_asked_for_first(monkeypatch):
         assert [here.chat("Hi").status_code for _ in range(2)] == [429, 429]
     board.pool.release(0.0, "t3")
     here.source.fails = None
-    assert [here.chat("Hi").status_code for _ in range(2)] == [200, 200]
+    assert here.chat("Hi").status_code == 200
+    clock.now += 1.1
+    assert here.chat("Hi").status_code == 200
     assert board.calls.count("reserve") == 3 and board.pool.snapshot(0.0)["places"] == 0
+    assert board.calls.count("unreserve") == 1, "who was refused has no place to give back"
 
 
 def test_short_prompts_cost_the_board_nothing_more():
