@@ -234,7 +234,7 @@ class GrammarMasks:
             if self._executor is None:
                 from llguidance import LLExecutor
 
-                self._executor = LLExecutor()
+                self._executor = LLExecutor(num_threads=torch.get_num_threads())  # by itself it leaves one core of two idle
             jobs = [(matcher, place) for place, matcher in enumerate(matchers)]
             self._executor.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, size, len(answers))
         return masks

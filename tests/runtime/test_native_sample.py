@@ -143,6 +143,17 @@ def test_rows_that_are_not_numbers_are_reported_and_hurt_no_other(ops: NativeOps
     assert best.isfinite().tolist() == [False, False, False, True, True] and int(tokens[3]) == 9
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.5])
+@pytest.mark.parametrize("columns", [5, 64, 300])
+def test_one_token_among_forbidden_ones_is_found(ops: NativeOps, columns: int, value: float) -> None:
+    """-inf is no trouble, wherever it is: what stands alone among it is the greatest, a number or not."""
+    logits = torch.full((columns, columns), -math.inf)
+    logits.fill_diagonal_(value)
+    best, tokens = ops.greatest(logits)
+    assert torch.equal(best, torch.full((columns,), value)) or (math.isnan(value) and bool(best.isnan().all()))
+    assert tokens.tolist() == list(range(columns))
+
+
 def test_sampling_survives_torch_compile_and_refuses_other_types(ops: NativeOps) -> None:
     """The fake agrees with the kernel; entries of another type are an error with a reason."""
     vectors = [torch.ones(2), torch.zeros(2, dtype=torch.int32), torch.ones(2), torch.zeros(2), torch.ones(2, dtype=torch.int32)]

@@ -20,7 +20,7 @@ static inline float number_at(const T* at) {
 // Two passes: the greatest of the row, four vectors at a time, then the first place where it stands.
 template <class T>
 static int64_t greatest_of(const T* row, int64_t columns, float* value) {
-  const F low = set1(-__builtin_inff());
+  const F low = set1(-__builtin_inff()), least = set1(-__FLT_MAX__);
   F best[4] = {low, low, low, low}, broken = zero();
   int64_t i = 0;
   for (; i + 4 * W <= columns; i += 4 * W)
@@ -28,13 +28,13 @@ static int64_t greatest_of(const T* row, int64_t columns, float* value) {
     for (int k = 0; k < 4; k++) {
       const F x = load(row + i + k * W);
       best[k] = max(x, best[k]);
-      broken = add(broken, mul(x, zero()));
+      broken = add(broken, mul(max(least, x), zero()));
     }
   float highest = top(max(max(best[0], best[1]), max(best[2], best[3])));
-  bool usual = sum(broken) == 0.0f;  // neither NaN nor infinite so far
+  bool usual = sum(broken) == 0.0f;  // no NaN and no +inf so far; -inf is usual: what a grammar forbids has it
   for (; i < columns; i++) {
     const float x = number_at(row + i);
-    usual = usual && x - x == 0.0f;
+    usual = usual && x <= __FLT_MAX__;
     highest = x > highest ? x : highest;
   }
   if (!usual)
