@@ -150,15 +150,15 @@ class BlockManager:
 
     def name_full(self, request: Request) -> None:
         """Publish the pages that are computed, or planned to be, and whose tokens are all known."""
-        if not self._sharing:
-            return
         full = min(request.num_computed, request.num_known) // self._page
+        if not self._sharing or full <= request.named_pages:
+            return
         pages = range(request.named_pages, full)
         for page, name in zip(pages, request.page_names(pages.start, full, self._page), strict=True):
             for g, table in enumerate(request.block_tables):
                 if page >= request.first_block[g]:
                     self._pools[g].name(table[page], name)
-        request.named_pages = max(request.named_pages, full)
+        request.named_pages = full
 
     def vacate(self, request: Request, *, forget: bool = False) -> None:
         """Take the seat away: every block is released, named ones stay findable unless `forget`. The last pages go first."""

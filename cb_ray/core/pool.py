@@ -6,6 +6,7 @@ name is a bonus, never a reason to say no. Cached blocks are forgotten one at a 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 
 
@@ -21,7 +22,7 @@ class BlockPool:
         self._alone = alone
         self._refs: dict[int, int] = {}  # held blocks only
         self._blank: dict[int, None] = {}  # used as a stack
-        self._cached: dict[int, None] = {}  # oldest first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._name: dict[int, Hashable] = {}
         self._named: dict[Hashable, int] = {}
         self._num_sectors = 0
@@ -110,8 +111,7 @@ class BlockPool:
             raise AssertionError(f"{count} blocks were taken and {self.num_free} are free: ask before taking")
         taken = [self._blank.popitem()[0] for _ in range(min(count, len(self._blank)))]
         while len(taken) < count:
-            block = next(iter(self._cached))
-            del self._cached[block]
+            block, _ = self._cached.popitem(last=False)
             self._forget(block)
             taken.append(block)
         for block in taken:

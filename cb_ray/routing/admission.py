@@ -44,10 +44,8 @@ class RateMeter:
             return
         work = (prefill / busy_s, decode / busy_s, steps / busy_s)  # per second, so that errors count in proportion
         keep, (prior_xx, prior_xt) = self._forget, self._prior
-        self._xx = [
-            [keep * (x - p) + p + mine * other for x, p, other in zip(row, prior, work, strict=True)]
-            for row, prior, mine in zip(self._xx, prior_xx, work, strict=True)
-        ]
+        for row, prior, mine in zip(self._xx, prior_xx, work, strict=True):
+            row[:] = [keep * (x - p) + p + mine * other for x, p, other in zip(row, prior, work, strict=True)]
         self._xt = [keep * (x - p) + p + mine for x, p, mine in zip(self._xt, prior_xt, work, strict=True)]
         batch = self.rates.batch + 0.05 * (max(1.0, decode / steps) - self.rates.batch) if decode else self.rates.batch
         prefill_s, decode_s, step_s = solve_nonnegative(self._xx, self._xt, _CHEAPEST)

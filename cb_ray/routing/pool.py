@@ -110,6 +110,7 @@ _COUNTERS = (
     *("granted", "queued", "refused", "expired", "reaped", "abandoned", "rejected"),
     *("prompt_tokens", "predicted_tokens", "cached_tokens"),  # granted; of them expected in caches; found in caches
 )
+_NOTHING = Changes()
 _BEAT_S = 0.05  # between two beats of an engine for which others wait
 _ENDS_AGE_S = 0.05  # under a storm of refusals, when places free up is worked out this often and not for each of them
 
@@ -194,7 +195,7 @@ class Pool:
             else:
                 self._replicas[name].blocked_until = 0.0
             self._drop_lease(ticket)
-        return Changes(granted=self._pump(now))
+        return self._granted(now)
 
     def renew(self, now: float, holder: str, held: Iterable[tuple[str, str, str]] = ()) -> None:
         """`holder` lives. `held`: (ticket, request id, replica) of what it has in engines without this pool's doing. What a replica
@@ -290,7 +291,7 @@ class Pool:
             num_waiting=len(self._line),
             expected_tokens=self._lengths.mean,
         )
-        return reply, Changes(granted=self._pump(now))
+        return reply, self._granted(now)
 
     def tick(self, now: float) -> Changes:
         """End what has been neither confirmed, renewed nor served in time. Due at `deadline`; harmless at any time."""
@@ -495,6 +496,9 @@ class Pool:
         self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
         self._expect_tick(now + self.limits.lease_timeout_s)
         return Granted(ticket=ask.ticket, replica=name, decision=decision, holder=ask.holder, waited_s=now - waiting.since)
+
+    def _granted(self, now: float) -> Changes:
+        return Changes(granted=self._pump(now)) if len(self._line) else _NOTHING
 
     def _pump(self, now: float) -> tuple[Granted, ...]:
         """Grant from the head of the line for as long as there is room for the head."""

@@ -66,6 +66,15 @@ class Reporter:
             self._live[request_id] += tokens
             self.touch(soon=begins)
 
+    def went_on(self, request_ids: Sequence[str], tokens: int) -> None:
+        """Each of these, whose first token was told of before, emitted so many more."""
+        live = self._live
+        known = [request_id for request_id in request_ids if request_id in live]
+        for request_id in known:
+            live[request_id] += tokens
+        if known:
+            self.touch()
+
     def end(self, request_id: str, finished: bool) -> None:
         """The request has left the engine; `finished`: by itself, so that its length tells something of others."""
         emitted = self._live.pop(request_id, None)

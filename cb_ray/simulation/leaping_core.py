@@ -83,7 +83,8 @@ class LeapingCore(EngineCore):
         what it samples over and over, and what in the last step."""
         running = list(self._scheduler.running.values())
         page, version = self._layout.page_size, self.weights_version
-        pages: list[tuple[int, int, int, Request]] = []  # step, row, tokens known in it, request: where a page begins or is full
+        pages: list[tuple[int, int, int]] = []  # step, row, tokens known in it: where a page begins or is full
+        ending: list[tuple[Request, int]] = []
         for index, (request, (token, last)) in enumerate(zip(running, says, strict=True)):
             tokens = request.tokens
             known = len(tokens)
@@ -92,32 +93,34 @@ class LeapingCore(EngineCore):
             )
             if -known % page < steps or known % page == 1:
                 for full in range(-(-known // page) * page - (page if known % page == 1 else 0), known + steps, page):
-                    pages += [(at - known, index, at, request) for at in (full, full + 1) if known <= at < known + steps]
+                    pages += [(at - known, index, at) for at in (full, full + 1) if known <= at < known + steps]
             tokens.extend([token] * steps)
             tokens[-1] = last
             request.num_computed = known + steps - 1
             request.slot, request.status = index, RequestStatus.DECODING
             if not request.versions or request.versions[-1] != version:
                 request.versions.append(version)
-        if pages:
-            self._turn_pages(pages)
+            if last in request.stop_ids or known + steps - request.num_prompt >= request.max_new:
+                ending.append((request, last))
+        for _, row, known in sorted(pages):
+            self._turn_page(running[row], known)
         self._step += steps
         self._totals["generated"] += steps * len(running)
         self._totals["computed"] += steps * len(running)
-        for request, (_, last) in zip(running, says, strict=True):
-            if last in request.stop_ids or request.num_generated >= request.max_new:
-                reason = self._reason_to_stop(request, last)
-                assert reason is not None
-                self._remove(request, RequestStatus.FINISHED, reason, now)
+        for request, last in ending:
+            reason = self._reason_to_stop(request, last)
+            assert reason is not None
+            self._remove(request, RequestStatus.FINISHED, reason, now)
 
-    def _turn_pages(self, pages: list[tuple[int, int, int, Request]]) -> None:
-        """Grow and name, step by step and row by row."""
-        for _, _, known, request in sorted(pages, key=lambda each: each[:3]):
-            computed, request.num_computed = request.num_computed, known
+    def _turn_page(self, request: Request, known: int) -> None:
+        """What the step does that computes the last of `known` tokens: take a block, publish a page."""
+        page = self._layout.page_size
+        if known > len(request.block_tables[0]) * page:
             grown = self._blocks.grow(request, known)
             assert grown, "a leap went further than the memory"
-            if known // self._layout.page_size > request.named_pages:
-                self._blocks.name_full(request)
+        if known // page > request.named_pages:
+            computed, request.num_computed = request.num_computed, known
+            self._blocks.name_full(request)
             request.num_computed = computed
 
     def steps_to_page(self) -> int:

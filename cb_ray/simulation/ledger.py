@@ -74,11 +74,17 @@ class Ledger:
 
     def arrive(self, at_s: float, num_prompt: int) -> int:
         """The number of the new line."""
-        for column, value in zip(self._times, (at_s, at_s, NEVER, NEVER), strict=True):
-            column.append(value)
-        for column, value in zip(self._counts, (num_prompt, 0, 0, 0, 0, -1), strict=True):
-            column.append(value)
-        return len(self) - 1
+        arrival, asked, first, end = self._times
+        arrival.append(at_s)
+        asked.append(at_s)
+        first.append(NEVER)
+        end.append(NEVER)
+        prompt, answer, cached, refused, moved, replica = self._counts
+        prompt.append(num_prompt)
+        for column in (answer, cached, refused, moved):
+            column.append(0)
+        replica.append(-1)
+        return len(arrival) - 1
 
     def asked(self, line: int, at_s: float) -> None:
         self._times[1][line] = at_s

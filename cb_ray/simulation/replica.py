@@ -160,11 +160,12 @@ class Replica:
     def told(self, now: int, beat: Beat, reply: BeatReply) -> None:
         """What the Board answered."""
         leap = self._leap
-        if leap is not None and leap.steps_by(now) > leap.said:
+        done = leap.steps_by(now) if leap is not None else 0
+        if leap is not None and done > leap.said:
             self.reporter.touch()
         self.reporter.told(seconds(now), beat, reply)
         if leap is not None:
-            self._expect_news(leap.end_of(leap.steps_by(now) + 1))
+            self._expect_news(leap.end_of(done + 1))
         for request_id in reply.abandoned:
             self.cancel(now, request_id)
 
@@ -281,6 +282,8 @@ class Replica:
 
     def _take_snapshots(self, leap: Leap, upto: int) -> None:
         """Where the loop would have taken them in the leap's steps up to `upto`. All but the last are never looked at."""
+        if not upto or leap.end_of(upto - 1) < self._stats_due:
+            return
         last = 0
         while (step := leap.first_from(self._stats_due)) <= upto:
             self._stats_due = leap.end_of(step - 1) + self._snapshot_every
@@ -299,16 +302,15 @@ class Replica:
         count, begin, end = upto - leap.done, leap.end_of(leap.done), leap.end_of(upto)
         if not count:
             return
-        ids, gaps, answer_of = self.core.running_ids(), self._gaps, self._script.answer
-        self.core.repeat(count, self._script.read_ahead(ids, count), seconds(end))
+        gaps, answers = self._gaps, self._script.answers(self.core.running_ids())
+        self.core.repeat(count, [answer.say(count) for answer in answers], seconds(end))
         first, final = leap.first + leap.more * leap.done, leap.first + leap.more * (upto - 1)
         if first // GAP == final // GAP:
-            gaps[first // GAP] += count * len(ids)
+            gaps[first // GAP] += count * len(answers)
         else:
             for step in range(leap.done, upto):
-                gaps[(leap.first + leap.more * step) // GAP] += len(ids)
-        for request_id in ids:
-            answer = answer_of(request_id)
+                gaps[(leap.first + leap.more * step) // GAP] += len(answers)
+        for answer in answers:
             if answer.last_at != begin:  # it was left out of a step before
                 gaps[first // GAP] -= 1
                 gaps[(first + begin - answer.last_at) // GAP] += 1
@@ -319,10 +321,8 @@ class Replica:
 
     def _say(self, leap: Leap, upto: int) -> None:
         """The reporter hears of the tokens of the leap's steps up to `upto`."""
-        count, moved = upto - leap.said, self.reporter.moved
-        if count:
-            for request_id in leap.ids:
-                moved(request_id, count)
+        if upto > leap.said:
+            self.reporter.went_on(leap.ids, upto - leap.said)
             leap.said = upto
 
     # ---- what is told -----------------------------------------------------------------------------------------------------------

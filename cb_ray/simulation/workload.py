@@ -75,6 +75,13 @@ class Answer:
         self.said = 0
         self.last_at = 0  # ticks; when it last said something
 
+    def say(self, steps: int) -> tuple[int, int]:
+        """What is said in each of so many steps, and in the last of them. The end comes no sooner."""
+        self.left -= steps
+        self.said += steps
+        assert self.left >= 0, "a request would have ended within a leap"
+        return self.filler, self.filler if self.left else END_TOKEN
+
 
 class Script:
     """Every answer that is under way, by request. Read by the runner, and by nobody who decides."""
@@ -88,9 +95,14 @@ class Script:
     def answer(self, request_id: str) -> Answer:
         return self._answers[request_id]
 
+    def answers(self, request_ids: Iterable[str]) -> list[Answer]:
+        answers = self._answers
+        return [answers[request_id] for request_id in request_ids]
+
     def prompt(self, request_id: str, num_tokens: int, said: int) -> array[int]:
         """The tokens that an engine is given: a prompt of which only the pages' names matter, and what was said already."""
-        return array("i", bytes(4 * num_tokens)) + array("i", [self._answers[request_id].filler]) * said
+        prompt = array("i", bytes(4 * num_tokens))
+        return prompt + array("i", [self._answers[request_id].filler]) * said if said else prompt
 
     def close(self, request_id: str) -> Answer:
         return self._answers.pop(request_id)
@@ -110,14 +122,3 @@ class Script:
         """Tokens that each of these will say until one of them has said its last."""
         answers = self._answers
         return min([answers[request_id].left for request_id in request_ids])
-
-    def read_ahead(self, request_ids: Iterable[str], steps: int) -> list[tuple[int, int]]:
-        """What each of these says in the next `steps` steps: over and over, and in the last one. No end comes sooner."""
-        said: list[tuple[int, int]] = []
-        for request_id in request_ids:
-            answer = self._answers[request_id]
-            answer.left -= steps
-            answer.said += steps
-            assert answer.left >= 0, f"{request_id} would have ended within a leap"
-            said.append((answer.filler, answer.filler if answer.left else END_TOKEN))
-        return said
