@@ -7,6 +7,8 @@ never answered, as broken promises.
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
 
 from ..errors import ConfigError
@@ -69,21 +71,34 @@ class Summary:
 def summarise(outcome: Outcome, slo: Slo | None = None, warm_up_s: float = 0.0) -> Summary:
     """`outcome` in numbers; `slo` None: no promise, which is always kept."""
     slo = slo or Slo()
-    lines = [line for line in outcome.ledger.lines() if line.at_s >= warm_up_s]
-    ttfts = sorted([line.ttft_s for line in lines if not math.isnan(line.ttft_s)])
-    e2es = sorted([line.e2e_s for line in lines if not math.isnan(line.e2e_s)])
-    end = max([line.at_s + line.e2e_s for line in lines if not math.isnan(line.e2e_s)], default=warm_up_s)
+    ttfts, e2es, admitted = array("d"), array("d"), array("d")
+    requests = refused_for_good = refusals = prompt = cached = answered = failovers = 0
+    end = warm_up_s
+    for line in outcome.ledger.lines():  # a million of them are not held at once
+        if line.at_s < warm_up_s:
+            continue
+        requests += 1
+        refusals, cached = refusals + line.num_refused, cached + line.num_cached
+        answered, failovers = answered + line.num_answer, failovers + line.num_moved
+        if not math.isnan(line.ttft_s):
+            ttfts.append(line.ttft_s)
+            admitted.append(line.ttft_s - (line.asked_s - line.at_s))
+        if math.isnan(line.e2e_s):
+            refused_for_good += line.num_refused > 0
+        else:
+            e2es.append(line.e2e_s)
+            prompt += line.num_prompt
+            end = max(end, line.at_s + line.e2e_s)
     span = max(1e-9, end - warm_up_s)
-    prompt = sum([line.num_prompt for line in lines if not math.isnan(line.e2e_s)])
+    ttfts, e2es, admitted = sorted(ttfts), sorted(e2es), sorted(admitted)
     errors = sorted([promise.error() for promise in outcome.ledger.promises])
-    admitted = sorted([line.ttft_s - (line.asked_s - line.at_s) for line in lines if not math.isnan(line.ttft_s)])
-    in_time = sum([ttft <= slo.ttft_s for ttft in ttfts]) / len(lines) if lines else 1.0
+    in_time = bisect_right(ttfts, slo.ttft_s) / requests if requests else 1.0
     moments = outcome.ledger.moments
     return Summary(
-        requests=len(lines),
+        requests=requests,
         served=len(e2es),
-        refused_for_good=sum([line.num_refused > 0 and math.isnan(line.e2e_s) for line in lines]),
-        refusals=sum([line.num_refused for line in lines]),
+        refused_for_good=refused_for_good,
+        refusals=refusals,
         ttft_p50_s=percentile(ttfts, 0.5),
         ttft_p90_s=percentile(ttfts, 0.9),
         ttft_p99_s=percentile(ttfts, 0.99),
@@ -93,15 +108,15 @@ def summarise(outcome: Outcome, slo: Slo | None = None, warm_up_s: float = 0.0) 
         itl_p99_s=outcome.gap_percentile(0.99),
         e2e_p50_s=percentile(e2es, 0.5),
         e2e_p99_s=percentile(e2es, 0.99),
-        hit_rate=sum([line.num_cached for line in lines]) / prompt if prompt else 0.0,
-        output_tokens_per_s=sum([line.num_answer for line in lines]) / span,
+        hit_rate=cached / prompt if prompt else 0.0,
+        output_tokens_per_s=answered / span,
         prompt_tokens_per_s=prompt / span,
         utilisation=outcome.busy_s / outcome.replica_s if outcome.replica_s else 0.0,
         replica_s=outcome.replica_s,
         most_replicas=max([moment.replicas for moment in moments], default=0),
         most_waiting=max([moment.waiting for moment in moments], default=0),
         preemptions=outcome.preemptions,
-        failovers=sum([line.num_moved for line in lines]),
+        failovers=failovers,
         retry_error_p50=percentile(errors, 0.5),
         slo_share=in_time,
         meets_slo=in_time >= slo.share and not outcome.gap_percentile(slo.share) > slo.itl_s,
