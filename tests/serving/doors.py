@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from cb_ray.messages import GenerateRequest, RequestStatus, TokenChunk, Usage
 from cb_ray.serving.http import build_http_app
+from cb_ray.serving.lookout import Lookout
 from cb_ray.serving.served_model import ServedModel
 from cb_ray.serving.settings import DoorSettings
 from cb_ray.text.codec import TextCodec
@@ -36,6 +37,14 @@ def make_model(**changes: Any) -> ServedModel:
     codec = TextCodec(make_tokenizer())
     fields = {"name": "tiny", "codec": codec, "vocab_size": codec.size, "context_length": CONTEXT, "eos_token_ids": (EOS,)}
     return ServedModel(**{**fields, **changes})
+
+
+def no_board() -> Lookout:
+    """What a pool's view without a Board knows of it."""
+
+    async def ask(*_: Any) -> None: ...
+
+    return Lookout(ask, lambda: 0.0)
 
 
 @dataclass(kw_only=True)

@@ -14,11 +14,10 @@ from openai import AsyncOpenAI, NotFoundError
 from cb_ray.errors import ConfigError, NoReplicaError
 from cb_ray.serving.args import parse_models
 from cb_ray.serving.http import build_http_app
-from cb_ray.serving.lookout import Lookout
 from cb_ray.serving.many_models import merged, several
 from cb_ray.serving.settings import DoorSettings
 from cb_ray.serving.tenants import TenantGate
-from tests.serving.doors import FakeSource, make_model
+from tests.serving.doors import FakeSource, make_model, no_board
 
 SAYS = {"first": "I am the first", "second/one": "and I the second"}
 
@@ -27,9 +26,7 @@ class FakePool:
     """A pool's view that knows its name. There is no Board."""
 
     def __init__(self, name: str) -> None:
-        async def ask(*_: Any) -> None: ...
-
-        self.name, self.lookout = name, Lookout(ask, lambda: 0.0)
+        self.name, self.lookout = name, no_board()
 
     async def snapshot(self) -> dict[str, Any]:
         return {

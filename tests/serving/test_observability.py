@@ -27,7 +27,7 @@ from cb_ray.serving.http import build_http_app
 from cb_ray.serving.metrics import VLLM_NAMES, Metrics
 from cb_ray.serving.settings import DoorSettings
 from cb_ray.serving.tracing import Tracing
-from tests.serving.doors import DoorUnderTest, FakeSource, chat_body, gauge, make_door, make_model
+from tests.serving.doors import DoorUnderTest, FakeSource, chat_body, gauge, make_door, make_model, no_board
 
 CHAT = "/v1/chat/completions"
 DASHBOARD = Path(__file__).parents[2] / "k8s" / "components" / "monitoring" / "cb-ray.json"
@@ -35,6 +35,9 @@ DASHBOARD = Path(__file__).parents[2] / "k8s" / "components" / "monitoring" / "c
 
 class BookView:
     """A PoolView over a Board without Ray: one replica that has been granted a request and has beaten once."""
+
+    def __init__(self) -> None:
+        self.lookout = no_board()
 
     async def snapshot(self) -> dict[str, Any]:
         state = BoardState(PoolLimits(max_queue_size=4))

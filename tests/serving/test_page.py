@@ -14,7 +14,7 @@ import pytest
 from cb_ray.serving.http import build_http_app
 from cb_ray.serving.operations import _PAGE
 from cb_ray.serving.settings import DoorSettings
-from tests.serving.doors import FakeSource, listening, make_model
+from tests.serving.doors import FakeSource, listening, make_model, no_board
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 SAYS = "Paris, of course"
@@ -23,6 +23,9 @@ REPLICA = {"slots": 4, "leases": 1, "stalled": 0, "owed_s": 0.5, "cache_used": 0
 
 class FakePool:
     """A pool's view with one replica, whose news come when `news` is set."""
+
+    def __init__(self) -> None:
+        self.lookout = no_board()
 
     async def watch(self, seen: int) -> tuple[int, dict[str, Any]]:
         if seen >= 0:
