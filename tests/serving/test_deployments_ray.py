@@ -17,6 +17,7 @@ import ray
 from ray import serve
 
 from cb_ray.serving.app import build
+from tests.serving.ending import shut_down
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]
 APP, DEPLOYMENTS = "cb-ray", Path(__file__).resolve().parents[2] / "deployments"
@@ -39,8 +40,7 @@ def door() -> Iterator[str]:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         yield f"http://127.0.0.1:{port}"
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        shut_down()
         changed.undo()
 
 

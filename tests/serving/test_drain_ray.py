@@ -20,6 +20,7 @@ from cb_ray.messages import GenerateRequest
 from cb_ray.serving import drain
 from cb_ray.serving.app import Cluster, application, parse_args
 from cb_ray.serving.replica_router import find_board
+from tests.serving.ending import shut_down
 from tests.serving.fakes import STAGE, Stage, load_fake, token_of
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(200)]
@@ -47,8 +48,7 @@ def stage(tiny_model_dir) -> Iterator[Any]:
         serve.run(app, name=APP, route_prefix="/")
         yield stage
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        shut_down()
         nodes.shutdown()
 
 

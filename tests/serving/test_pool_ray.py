@@ -27,6 +27,7 @@ from cb_ray.serving.app import AppArgs, Cluster, application, engine_options, pa
 from cb_ray.serving.engine_deployment import Engine, EngineSpec
 from cb_ray.serving.handle_source import own_error
 from cb_ray.serving.replica_router import find_board
+from tests.serving.ending import shut_down
 from tests.serving.fakes import ENDLESS, PACED, STAGE, Stage, load_fake, token_of
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(120)]
@@ -77,8 +78,7 @@ def pool(tiny_model_dir) -> Iterator[None]:
         serve.run(app, name=APP, route_prefix="/")
         yield
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        shut_down()
 
 
 @pytest.fixture

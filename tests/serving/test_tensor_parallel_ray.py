@@ -23,6 +23,7 @@ from cb_ray.errors import WeightsError
 from cb_ray.messages import GenerateRequest, SamplingParams, TokenChunk
 from cb_ray.serving.app import Cluster, application, parse_args
 from cb_ray.serving.replica_router import find_board
+from tests.serving.ending import shut_down
 from tests.serving.teams import followers, replicas, wait_for_ends
 from tests.tiny import make_model, save_model
 
@@ -55,8 +56,7 @@ def pool(tiny_model_dir) -> Iterator[None]:
         serve.run(application(parse_args(args), cluster=Cluster(num_cpus=2, num_gpus=0)), name=APP, route_prefix="/")
         yield
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        shut_down()
         hidden.undo()
 
 

@@ -23,6 +23,7 @@ from cb_ray.errors import InvalidRequestError, NoReplicaError, UpdateRunningErro
 from cb_ray.messages import GenerationOutput, RequestStatus
 from cb_ray.serving.app import Cluster, application, parse_args
 from cb_ray.serving.replica_router import find_board
+from tests.serving.ending import shut_down
 from tests.serving.teams import replicas
 from tests.tiny import make_model
 
@@ -47,8 +48,7 @@ def manager(tiny_model_dir) -> Iterator[RemoteManager]:
         with RemoteManager(APP) as manager:
             yield manager
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        shut_down()
 
 
 class Weights:
