@@ -1,6 +1,7 @@
 """What the machine has: memory that is free, on the device and in this container's share of the host, and fast bfloat16.
 
-Owns `measure` and `multiplies_bfloat16`. Knows psutil, the kernel's cgroup files and torch's memory counters; decides nothing. What
+Owns `measure`; hands out `multiplies_bfloat16` and `widens_weights`. Knows psutil, the kernel's cgroup files and torch's memory
+counters; decides nothing. What
 other processes use is gone already when the system says what is available, so their share is never counted as ours.
 
     host RAM     min( what the system calls available,  limit of each enclosing cgroup − what it holds )
@@ -15,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from ..runtime.native.parts import multiplies_bfloat16
+from ..runtime.native.parts import multiplies_bfloat16, widens_weights
 from ..runtime.ranks import Ranks
 from ..sizing import Machine
 
-__all__ = ["free_host_bytes", "measure", "multiplies_bfloat16"]
+__all__ = ["free_host_bytes", "measure", "multiplies_bfloat16", "widens_weights"]
 
 Read = Callable[[str], str | None]  # a file's text, or None when it is not there
 

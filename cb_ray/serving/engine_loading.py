@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from ..config import ContinuousBatchingConfig, WorkloadHints
 from ..engine import build as engine_build
 from ..engine.follower import FollowerLoop
-from ..engine.machine import multiplies_bfloat16
+from ..engine.machine import multiplies_bfloat16, widens_weights
 from ..engine.manager import ContinuousBatchingManager
 from ..engine.model_source import resolve_model
 from ..engine.parts import EngineParts
@@ -97,18 +97,18 @@ def load_model(source: str, args: EngineArgs, place: Place | None = None) -> Any
     """The model, whole or this rank's share of it. Heads that cannot be shared out are refused before anything is loaded."""
     device = choose_device(args.device)
     torch.set_num_threads(args.num_threads or os.cpu_count() or 1)
-    local, dtype = resolve_model(source, progress=False), _dtype(args.dtype, device)
+    local = resolve_model(source, progress=False)
     if place is None:
-        whole = load_weights(local.path, dtype, device)
-        if args.dtype == "auto" and device.type == "cpu" and whole.dtype == torch.float16:
-            whole = whole.float()  # no CPU multiplies it: as slow as float32, and narrower
+        whole = load_weights(local.path, _named(args.dtype), device)
+        if args.dtype == "auto" and device.type == "cpu" and not _serves(whole):
+            whole = whole.float()
         return whole.to(device).eval()  # where it is already, unless it came by way of the host
     if device.type == "cpu" and torch.cuda.is_available():
         raise ConfigError(
             "a tensor parallel engine runs on the GPU that its process sees; set engine.device to cuda", "engine.device"
         )
     place.join(device, graph_mixing=not args.batching_config().disable_nccl_graph_mixing)
-    return load_share(local.path, dtype, place.size)
+    return load_share(local.path, _shares_dtype(args.dtype, device), place.size)
 
 
 def _settings(args: EngineArgs) -> ContinuousBatchingConfig:
@@ -124,11 +124,23 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def _dtype(wanted: str, device: torch.device) -> Any:
-    """What transformers is to load in: on a CPU the checkpoint's bfloat16 where the machine multiplies it, else float32."""
-    if wanted != "auto":
-        return getattr(torch, wanted)
-    return "auto" if device.type != "cpu" or multiplies_bfloat16() else torch.float32
+def _serves(whole: torch.nn.Module) -> bool:
+    """Whether this CPU is to compute in the checkpoint's own type.
+
+    bfloat16 where the processor multiplies it, or where our kernels widen it as they read it; float16 never: it is narrow, and
+    meant for devices that sum in it.
+    """
+    dtype = next(whole.parameters()).dtype
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and (multiplies_bfloat16() or widens_weights(whole)))
+
+
+def _shares_dtype(wanted: str, device: torch.device) -> Any:
+    """What a rank loads its share in, before anyone has seen the model: torch's own products multiply it, not our kernels."""
+    return torch.float32 if wanted == "auto" and device.type == "cpu" and not multiplies_bfloat16() else _named(wanted)
+
+
+def _named(dtype: str) -> Any:
+    return dtype if dtype == "auto" else getattr(torch, dtype)
 
 
 def _builder(max_model_len: int | None) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .loader import NativeOps
+from .loader import NativeOps, Unavailable, load
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MANY = 1 << 30  # rows: no limit
@@ -41,8 +41,25 @@ def most_rows(dtype: torch.dtype) -> int:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this processor has instructions for products of bfloat16; without them it is slower than float32."""
+    """Whether this processor has instructions for products of bfloat16; without them torch's own are slower than float32."""
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & _cpu_flags())
+
+
+def widens_weights(model: nn.Module) -> bool:
+    """Whether the kernels here multiply nearly all of a model's weights as they lie, half types widened in registers.
+
+    A decode step reads every weight, so with half the bytes it is faster than in float32 (1.3 to 1.5 times by measurement with
+    AVX-512 and no instructions for bfloat16) and a prefill is no slower. Not so at the portable level.
+    """
+    ops = load()
+    if isinstance(ops, Unavailable) or ops.level == "portable":
+        return False
+    # Tables of embeddings are looked up, not multiplied, unless they are the head's weight too.
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    linears = {id(module.weight): module.weight.numel() for module in model.modules() if is_linear(module)}
+    others = {id(weight): weight.numel() for weight in model.parameters() if id(weight) not in tables | linears.keys()}
+    native = sum(linears.values())
+    return native >= 0.9 * (native + sum(others.values()))
 
 
 @functools.cache
