@@ -18,6 +18,12 @@ constexpr auto kSpin = std::chrono::microseconds(100);  // longer than the gap b
 
 constexpr auto kStall = std::chrono::microseconds(300);  // and a quarter of the call so far: tasks are shorter than that
 
+// Helpers rest while waiting for them takes more of a call than this, which is about what they are good for where memory bounds.
+constexpr double kTooMuch = 0.3;
+constexpr auto kWindow = std::chrono::milliseconds(20);  // of calls with helpers, over which that is judged, older ones half as much
+
+thread_local bool is_caller = false;
+
 inline void breathe() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -32,7 +38,8 @@ class Pool {
   void run(int workers, const std::function<void()>& body) {
     std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
     if (!turn.owns_lock() || workers <= 1 || Clock::now() < alone_until_.load()) return body();
-    stalled_.store(false);
+    lost_ = Clock::duration::zero();
+    is_caller = true;
     began_.store(Clock::now());
     grow(workers - 1);
     body_.store(&body);
@@ -47,13 +54,14 @@ class Pool {
       ~Close() {
         pool.body_.store(nullptr);
         wait_until([this] { return pool.inside_.load() == 0; });
+        is_caller = false;
         pool.learn();
       }
     } close{*this};
     body();
   }
 
-  void stall() { stalled_.store(true); }
+  void lose(Clock::duration time) { lost_ += time; }
   Clock::time_point began() const { return began_.load(); }
 
  private:
@@ -82,14 +90,21 @@ class Pool {
     return call_.load();
   }
 
-  // After a stall helpers rest, twice as long as the last time; the first call that goes well makes the next rest short again.
+  // One stall is no reason to do without helpers, many are. Rests are longer each time, until a window has passed without one.
   void learn() {
-    if (!stalled_.load()) {
+    const auto now = Clock::now();
+    with_helpers_ += now - began_.load();
+    waited_ += lost_;
+    const bool full = with_helpers_ > kWindow, rests = waited_ > kTooMuch * std::max<Clock::duration>(with_helpers_, kWindow / 2);
+    if (rests) {
+      alone_until_.store(now + rest_);
+      rest_ = std::min(2 * rest_, kLongRest);
+      with_helpers_ = waited_ = Clock::duration::zero();
+    } else if (full) {
       rest_ = kShortRest;
-      return;
+      with_helpers_ /= 2;
+      waited_ /= 2;
     }
-    alone_until_.store(Clock::now() + rest_);
-    rest_ = std::min(2 * rest_, kLongRest);
   }
 
   void grow(int helpers) {
@@ -109,8 +124,9 @@ class Pool {
   std::atomic<const std::function<void()>*> body_{nullptr};
   std::atomic<long> call_{0};
   std::atomic<int> wanted_{0}, inside_{0}, asleep_{0};
-  std::atomic<bool> stalled_{false};
   std::atomic<Clock::time_point> began_{Clock::time_point{}}, alone_until_{Clock::time_point{}};
+  // The caller's own, in turn:
+  Clock::duration lost_{}, waited_{}, with_helpers_{};  // by stalls of this call; by those of the window, and all of its calls
   std::chrono::milliseconds rest_ = kShortRest;
   int helpers_ = 0;
 };
@@ -132,8 +148,8 @@ void wait_until(const std::function<bool()>& done) {
   const auto from = Clock::now(), stalled = from + kStall + (from - pool->began()) / 4;
   while (!done())
     if (Clock::now() > stalled) {
-      pool->stall();
       while (!done()) breathe();
+      if (is_caller) pool->lose(Clock::now() - from);
     } else {
       for (int i = 0; i < 32 && !done(); i++) breathe();
     }
