@@ -57,7 +57,10 @@ class BlockManager:
 
     def counts(self) -> tuple[int, int, int]:
         """(all, held, cached) blocks of the first group's kind, counted over all groups."""
-        return self._total, sum([pool.num_held for pool in self._pools]), sum([pool.num_cached for pool in self._pools])
+        held = cached = 0
+        for pool in self._pools:
+            held, cached = held + pool.num_held, cached + pool.num_cached
+        return self._total, held, cached
 
     def lookup(self, request: Request) -> int:
         """Leading tokens of the request that are in the cache: whole pages, and never all of its tokens."""
@@ -117,7 +120,7 @@ class BlockManager:
             table = request.block_tables[g]
             first = group.first_visible(pages * self._page) // self._page
             table.extend([TRASH] * min(first, pages))
-            table.extend(map(self._pools[g].share, request.page_names(first, pages, self._page)))
+            table.extend(self._pools[g].share(request.page_names(first, pages, self._page)))
             request.first_block[g] = min(first, pages)
         request.named_pages = pages
 
@@ -153,11 +156,9 @@ class BlockManager:
         full = min(request.num_computed, request.num_known) // self._page
         if not self._sharing or full <= request.named_pages:
             return
-        pages = range(request.named_pages, full)
-        for page, name in zip(pages, request.page_names(pages.start, full, self._page), strict=True):
-            for g, table in enumerate(request.block_tables):
-                if page >= request.first_block[g]:
-                    self._pools[g].name(table[page], name)
+        for pool, table, first in zip(self._pools, request.block_tables, request.first_block, strict=True):
+            start = max(first, request.named_pages)
+            pool.name(table[start:full], request.page_names(start, full, self._page))
         request.named_pages = full
 
     def vacate(self, request: Request, *, forget: bool = False) -> None:
@@ -270,13 +271,7 @@ class BlockManager:
 
         Only what is so now: a page that came and went in between is in neither list, whichever came last.
         """
-        pool = self._pools[0]
-        if not (pool.named_since or pool.forgotten_since):
-            return [], []
-        added = [name for name in dict.fromkeys(pool.named_since) if pool.find(name) is not None]
-        forgotten = [name for name in dict.fromkeys(pool.forgotten_since) if pool.find(name) is None]
-        pool.named_since, pool.forgotten_since = [], []
-        return added, forgotten  # type: ignore[return-value]
+        return self._pools[0].take_names()  # type: ignore[return-value]
 
     def check(self, requests: Sequence[Request]) -> None:
         """Laws L1 and L4: block states add up, and every reference belongs to a request. Raises AssertionError."""

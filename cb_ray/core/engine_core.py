@@ -138,23 +138,22 @@ class EngineCore:
         self._busy_s += now - self._busy_since
         self._busy_since = now
         slot = 0
-        for index, row in enumerate(plan.rows):
-            request = requests[index]
-            if row.samples:
-                request.num_in_flight -= 1
-            if not request.ended:
-                error = result.errors.get(index) if result.errors else None
-                if error is not None:
-                    self._fail(request, error, now)
-                else:
-                    if row.sampling.prompt_logprobs is not None and index in result.prompt_logprobs:
-                        self._take_prompt_logprobs(request, row, result.prompt_logprobs[index])
-                    if row.samples and row.sampling.embed:
-                        request.embedding = result.embeddings.get(index)
-                        self._remove(request, RequestStatus.FINISHED, "stop", now)
-                    elif row.samples:
-                        self._take_token(request, slot, index, plan, result, now)
-            slot += row.samples
+        for index, (row, request) in enumerate(zip(plan.rows, requests, strict=True)):
+            sampling, samples = row.sampling, row.samples
+            at, slot = slot, slot + samples
+            request.num_in_flight -= samples
+            if request.ended:
+                continue
+            if index in result.errors:
+                self._fail(request, result.errors[index], now)
+                continue
+            if sampling.prompt_logprobs is not None and index in result.prompt_logprobs:
+                self._take_prompt_logprobs(request, row, result.prompt_logprobs[index])
+            if samples and sampling.embed:
+                request.embedding = result.embeddings.get(index)
+                self._remove(request, RequestStatus.FINISHED, "stop", now)
+            elif samples:
+                self._take_token(request, at, index, plan, result, now)
 
     def _take_token(self, request: Request, slot: int, index: int, plan: BatchPlan, result: StepResult, now: float) -> None:
         token = result.token_ids[slot]
@@ -277,7 +276,8 @@ class EngineCore:
         return {
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
-            "owed_tokens": scheduler.waiting.owed_tokens + sum([r.remaining for r in scheduler.running.values()]),
+            "owed_tokens": scheduler.waiting.owed_tokens
+            + sum([r.num_prompt + r.max_new - r.num_computed for r in scheduler.running.values()]),
             "blocks_total": total,
             "blocks_held": held,
             "blocks_cached": cached,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import takewhile
 
 
 class BlockPool:
@@ -63,12 +64,7 @@ class BlockPool:
 
     def match(self, names: Iterable[Hashable]) -> int:
         """How many of `names` are found before the first that is not."""
-        named, count = self._named, 0
-        for name in names:
-            if name not in named:
-                break
-            count += 1
-        return count
+        return len(list(takewhile(self._named.__contains__, names)))
 
     def count_cached(self, names: Iterable[Hashable]) -> int:
         """How many of `names` are those of blocks that nobody holds."""
@@ -77,15 +73,15 @@ class BlockPool:
 
     # ---- sectors ----------------------------------------------------------------------------------------------------------
 
-    def adopt(self, sector: int) -> None:
-        """Blocks of `sector` become ours, blank."""
-        first = sector * self.blocks_per_sector
-        for block in reversed(range(first, first + self.blocks_per_sector)):
-            self._blank[block] = None
-        self._num_sectors += 1
+    def adopt(self, sectors: Sequence[int]) -> None:
+        """The blocks of these sectors become ours, blank."""
+        size = self.blocks_per_sector
+        blocks = [block for sector in sectors for block in reversed(range(sector * size, (sector + 1) * size))]
+        self._blank.update(dict.fromkeys(blocks))
+        self._num_sectors += len(sectors)
         if not self._alone:
-            self._held_in[sector] = 0
-            self._idle[sector] = None
+            self._held_in.update(dict.fromkeys(sectors, 0))
+            self._idle.update(dict.fromkeys(sectors))
 
     def surrender(self) -> int:
         """Give up one idle sector and forget the pages cached in it. Needs one."""
@@ -110,23 +106,25 @@ class BlockPool:
         if count > self.num_free:
             raise AssertionError(f"{count} blocks were taken and {self.num_free} are free: ask before taking")
         taken = [self._blank.popitem()[0] for _ in range(min(count, len(self._blank)))]
-        while len(taken) < count:
+        for _ in range(count - len(taken)):
             block, _ = self._cached.popitem(last=False)
             self._forget(block)
             taken.append(block)
-        for block in taken:
-            self._hold(block)
+        self._hold(taken)
         return taken
 
-    def share(self, name: Hashable) -> int:
-        """Hold the block of that name too, whether or not anyone holds it now. The caller has asked find."""
-        block = self._named[name]
-        if block in self._refs:
-            self._refs[block] += 1
-        else:
-            del self._cached[block]
-            self._hold(block)
-        return block
+    def share(self, names: Iterable[Hashable]) -> list[int]:
+        """Hold the blocks of these names too, whether or not anyone holds them now. The caller has asked find."""
+        named, refs, unheld = self._named, self._refs, list[int]()
+        blocks = [named[name] for name in names]
+        for block in blocks:
+            if block in refs:
+                refs[block] += 1
+            else:
+                del self._cached[block]
+                unheld.append(block)
+        self._hold(unheld)
+        return blocks
 
     def hold_again(self, block: int) -> None:
         """One more holder for a block that is held."""
@@ -134,7 +132,7 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """Stop holding, in this order: the first released is the first forgotten later."""
-        held, names, cached, blank = self._refs, self._name, self._cached, self._blank
+        held, names, cached, blank, alone = self._refs, self._name, self._cached, self._blank, self._alone
         for block in blocks:
             refs = held[block]
             if refs > 1:
@@ -142,19 +140,30 @@ class BlockPool:
                 continue
             del held[block]
             (cached if block in names else blank)[block] = None
-            if not self._alone:
+            if not alone:
                 sector = block // self.blocks_per_sector
                 self._held_in[sector] -= 1
                 if not self._held_in[sector]:
                     self._idle[sector] = None
 
-    def name(self, block: int, name: Hashable) -> None:
-        """Publish the contents of a held block under `name`. The first block of a name keeps it."""
-        if name not in self._named and block not in self._name:
-            self._named[name] = block
-            self._name[block] = name
-            if self.tracks_names:
-                self.named_since.append(name)
+    def name(self, blocks: Iterable[int], names: Iterable[Hashable]) -> None:
+        """Publish the contents of held blocks, each under its name. The first block of a name keeps it."""
+        named, name_of = self._named, self._name
+        for block, name in zip(blocks, names, strict=True):
+            if name not in named and block not in name_of:
+                named[name] = block
+                name_of[block] = name
+                if self.tracks_names:
+                    self.named_since.append(name)
+
+    def take_names(self) -> tuple[list[Hashable], list[Hashable]]:
+        """(added, forgotten) names since the last call. Only what is so now: one that came and went in between is in neither list,
+        whichever came last."""
+        if not (self.named_since or self.forgotten_since):
+            return [], []
+        named, added, forgotten = self._named, dict.fromkeys(self.named_since), dict.fromkeys(self.forgotten_since)
+        self.named_since, self.forgotten_since = [], []
+        return [name for name in added if name in named], [name for name in forgotten if name not in named]
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Take the names of these held blocks away: their contents are not to be found again."""
@@ -182,14 +191,13 @@ class BlockPool:
             assert count == sum(block // self.blocks_per_sector == sector for block in held)
             assert (count == 0) == (sector in self._idle)
 
-    def _hold(self, block: int) -> None:
-        self._refs[block] = 1
-        if self._alone:
-            return
-        sector = block // self.blocks_per_sector
-        if not self._held_in[sector]:
-            del self._idle[sector]
-        self._held_in[sector] += 1
+    def _hold(self, blocks: Sequence[int]) -> None:
+        self._refs.update(dict.fromkeys(blocks, 1))
+        for block in () if self._alone else blocks:
+            sector = block // self.blocks_per_sector
+            if not self._held_in[sector]:
+                del self._idle[sector]
+            self._held_in[sector] += 1
 
     def _forget(self, block: int) -> None:
         name = self._name.pop(block)
@@ -206,8 +214,8 @@ class SectorPool:
         self._free = list(range(num_sectors, 0, -1))  # sector 0 is the trash
         self._num_sectors = num_sectors
         if len(self.pools) == 1:
-            while self._free:
-                self.pools[0].adopt(self._free.pop())
+            self.pools[0].adopt(self._free[::-1])
+            self._free.clear()
 
     def can_take(self, needs: Sequence[int]) -> bool:
         """Whether needs[g] blocks can be had for every group g at once."""
@@ -226,12 +234,12 @@ class SectorPool:
         if len(self.pools) > 1:
             for pool, need in zip(self.pools, needs, strict=True):
                 while need > pool.num_free:
-                    pool.adopt(self._free.pop() if self._free else self._reclaim(needs))
+                    pool.adopt([self._free.pop() if self._free else self._reclaim(needs)])
         return [pool.take(need) for pool, need in zip(self.pools, needs, strict=True)]
 
     def free_fraction(self) -> float:
         """Share of the memory that nobody holds, cached pages included, between 0 and 1."""
-        free = len(self._free) + sum(pool.num_free / pool.blocks_per_sector for pool in self.pools)
+        free = len(self._free) + sum([pool.num_free / pool.blocks_per_sector for pool in self.pools])
         return free / self._num_sectors
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,11 +216,12 @@ class Request:
             digests.append(next_digest(parent, self.tokens[start : start + page_size]))
         return digests[page]
 
-    def page_names(self, first: int, last: int, page_size: int) -> Iterator[tuple[int, bytes]]:
+    def page_names(self, first: int, last: int, page_size: int) -> Iterable[tuple[int, bytes]]:
         """Under what pages `first` … `last` - 1 are found again: (weights version, digest). Digests are computed in their turn."""
         version, digests = self.weights_version, self.digests
-        for page in range(first, last):
-            yield version, digests[page] if page < len(digests) else self.page_digest(page, page_size)
+        if last <= len(digests):
+            return [(version, digest) for digest in digests[first:last]]
+        return ((version, self.page_digest(page, page_size)) for page in range(first, last))
 
     # ---- what leaves the engine -----------------------------------------------------------------------------------------------
 

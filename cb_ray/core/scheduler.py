@@ -269,7 +269,7 @@ class Scheduler:
 
     def _add_row(self, request: Request, length: int, draft: StepDraft) -> None:
         start = request.num_computed
-        end, known = start + length, request.num_known + request.num_in_flight
+        end, known = start + length, len(request.tokens) + request.num_in_flight
         samples = end == known
         draft.starts[request.id] = start
         draft.rows.append(self._row(request, start, end, samples, known - request.num_prompt + request.source.resumed_tokens))

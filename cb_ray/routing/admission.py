@@ -31,24 +31,20 @@ class RateMeter:
         self._forget = forget
         prices = (self.rates.prefill_s, self.rates.decode_s, self.rates.step_s)
         # the prior: one imagined second of each kind of work, with little weight
-        self._xx: list[list[float]] = [[0.0] * 3 for _ in prices]
-        self._xt: list[float] = [0.0] * 3
-        for kind, price in enumerate(prices):
-            self._xx[kind][kind] = _PRIOR_WEIGHT / price**2
-            self._xt[kind] = _PRIOR_WEIGHT / price
-        self._prior = ([row[:] for row in self._xx], self._xt[:])
+        squares, sums = [_PRIOR_WEIGHT / price**2 for price in prices], [_PRIOR_WEIGHT / price for price in prices]
+        self._prior = [squares[0], 0.0, 0.0, squares[1], 0.0, squares[2], *sums]
+        self._sums = self._prior  # XᵀX, of which the upper triangle is kept, row by row, and Xᵀt
 
     def observe(self, prefill: int, decode: int, steps: int, busy_s: float) -> None:
         """An engine was busy for `busy_s` seconds, made so many steps and computed so many tokens. Ignores what cannot be."""
         if busy_s < _SHORTEST_S or min(prefill, decode, steps) < 0 or not steps or prefill + decode == 0:
             return
-        work = (prefill / busy_s, decode / busy_s, steps / busy_s)  # per second, so that errors count in proportion
-        keep, (prior_xx, prior_xt) = self._forget, self._prior
-        for row, prior, mine in zip(self._xx, prior_xx, work, strict=True):
-            row[:] = [keep * (x - p) + p + mine * other for x, p, other in zip(row, prior, work, strict=True)]
-        self._xt = [keep * (x - p) + p + mine for x, p, mine in zip(self._xt, prior_xt, work, strict=True)]
+        p, d, s = prefill / busy_s, decode / busy_s, steps / busy_s  # per second, so that errors count in proportion
+        news, keep = (p * p, p * d, p * s, d * d, d * s, s * s, p, d, s), self._forget
+        self._sums = [keep * (x - prior) + prior + new for x, prior, new in zip(self._sums, self._prior, news, strict=True)]
+        pp, pd, ps, dd, ds, ss, *xt = self._sums
         batch = self.rates.batch + 0.05 * (max(1.0, decode / steps) - self.rates.batch) if decode else self.rates.batch
-        prefill_s, decode_s, step_s = solve_nonnegative(self._xx, self._xt, _CHEAPEST)
+        prefill_s, decode_s, step_s = solve_nonnegative(((pp, pd, ps), (pd, dd, ds), (ps, ds, ss)), xt, _CHEAPEST)
         self.rates = Rates(prefill_s=prefill_s, decode_s=decode_s, step_s=step_s, batch=batch)
 
 

@@ -167,7 +167,7 @@ class Replica:
         if not lease.confirmed:
             lease.confirmed = True
             self.unconfirmed_tokens -= lease.prefill
-        if emitted:
+        if emitted and (lease.prefill or lease.inside):
             self.owed_prefill -= lease.prefill
             lease.prefill = 0
             self.inside -= lease.inside

@@ -179,7 +179,7 @@ class PrefixAware:
         places: list[int] = []  # in `able`, of those that have some of it cached
         for at in found.keys() | regrets.keys() if regrets else found:
             place = at if everyone else bisect_left(able, at)
-            if place < len(able) and able[place] == at:
+            if everyone or (place < len(able) and able[place] == at):
                 cached = found.get(at, 0)
                 prices[place] = owed[at] + (tokens - cached) * prefill_s * (1 + regrets.get(at, 0.0))
                 if cached:
@@ -187,7 +187,8 @@ class PrefixAware:
         lowest = min(prices)
         least, near = round(lowest / grain), lowest + 2 * grain
         ties = [place for place, price in enumerate(prices) if price <= near and round(price / grain) == least]
-        first = able[min(ties, key=lambda place: rendezvous(home, names[able[place]])) if len(ties) > 1 else ties[0]]
+        weigh = rendezvous_of(home)
+        first = able[min(ties, key=lambda place: weigh(names[able[place]])) if len(ties) > 1 else ties[0]]
         cached = found.get(first, 0)
         reason = "cached prefix" if cached else "cheaper than the warm replica" if places else "nobody has this prefix"
         shown = {names[able[place]]: prices[place] for place in sorted({*ties[:_SHOWN], *places[:_SHOWN]})}
@@ -196,7 +197,19 @@ class PrefixAware:
 
 def rendezvous(key: bytes, replica: str) -> bytes:
     """The weight of `replica` for `key`: equal everywhere, and when a replica leaves only its own keys move."""
-    return hashlib.blake2b(replica.encode(), digest_size=8, key=key[:64]).digest()
+    return rendezvous_of(key)(replica)
+
+
+def rendezvous_of(key: bytes) -> Callable[[str], bytes]:
+    """`rendezvous` for one key and many replicas."""
+    begun = hashlib.blake2b(digest_size=8, key=key[:64])
+
+    def weigh(replica: str) -> bytes:
+        mine = begun.copy()
+        mine.update(replica.encode())
+        return mine.digest()
+
+    return weigh
 
 
 def make_policy(name: str, page_size: int) -> Policy:

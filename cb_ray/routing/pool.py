@@ -526,13 +526,13 @@ class Pool:
         if beat.num_finished:
             self._lengths.observe(beat.finished_tokens / beat.num_finished, beat.num_finished)
         leased = set[str]()
-        expect = self._lengths.expect
+        usual = self._lengths.expect(None)
         for ticket, lease in list(replica.leases.items()):
-            request_id = lease.ask.request_id
+            request_id, most = lease.ask.request_id, lease.ask.max_new_tokens
             emitted = live.get(request_id)
             if emitted is not None:
                 leased.add(request_id)
-                replica.progress(now, lease, emitted, expect(lease.ask.max_new_tokens, emitted))
+                replica.progress(now, lease, emitted, usual if most is None else self._lengths.expect(most, emitted))
             elif lease.confirmed or request_id in ended:
                 self._drop_lease(ticket)
         if replica.strays or len(leased) < len(live):

@@ -68,10 +68,11 @@ class Reporter:
 
     def went_on(self, request_ids: Sequence[str], tokens: int) -> None:
         """Each of these, whose first token was told of before, emitted so many more."""
-        live = self._live
-        known = [request_id for request_id in request_ids if request_id in live]
-        for request_id in known:
-            live[request_id] += tokens
+        live, known = self._live, False
+        for request_id in request_ids:
+            if request_id in live:
+                live[request_id] += tokens
+                known = True
         if known:
             self.touch()
 

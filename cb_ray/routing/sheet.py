@@ -27,7 +27,7 @@ class Sheet:
         self.room: list[float] = []  # of a replica for a prompt …
         self.step_left: list[float] = []  # … that its next step begins with
         self.taken: list[int] = []
-        self._prefill: list[float] = []  # whole numbers all the same; as floats they multiply twice as fast
+        self._prefill: dict[int, float] = {}  # of those that owe any; whole numbers all the same, which multiply twice as fast
         self._decode: list[float] = []
         self._strays: list[int] = []
 
@@ -46,7 +46,7 @@ class Sheet:
             self.at = {name: at for at, name in enumerate(self.names)}
             count = len(self.names)
             self.room, self.step_left, self.taken = [CLOSED] * count, [CLOSED] * count, [0] * count
-            self._prefill, self._decode, self._strays = [0.0] * count, [0.0] * count, [0] * count
+            self._prefill, self._decode, self._strays = {}, [0.0] * count, [0] * count
             for at, replica in enumerate(self._replicas.values()):
                 self._write(now, at, replica)
         elif self._touched:
@@ -56,17 +56,22 @@ class Sheet:
 
     def _write(self, now: float, at: int, replica: Replica) -> None:
         self.room[at], self.step_left[at], self.taken[at] = float(replica.room(now)), float(replica.step_left), replica.taken
-        self._prefill[at], self._decode[at] = float(replica.owed_prefill), float(replica.owed_decode)
+        self._decode[at] = float(replica.owed_decode)
+        if replica.owed_prefill:
+            self._prefill[at] = float(replica.owed_prefill)
+        else:
+            self._prefill.pop(at, None)
         self._strays[at] = len(replica.strays)
         self._blocked |= now < replica.blocked_until
 
     def owed_s(self, rates: Rates, mean: float) -> list[float]:
         """By how much the work owed by each makes other work later; `mean`: tokens that a request of which nothing is known owes."""
         prefill_s, decode_s = rates.prefill_s, rates.decode_s
-        owed = [prefill * prefill_s + decode * decode_s for prefill, decode in zip(self._prefill, self._decode, strict=True)]
+        owed = [decode * decode_s for decode in self._decode]
         if any(self._strays):
-            for at, strays in enumerate(self._strays):
-                owed[at] = self._prefill[at] * prefill_s + (self._decode[at] + strays * mean) * decode_s
+            owed = [(decode + strays * mean) * decode_s for decode, strays in zip(self._decode, self._strays, strict=True)]
+        for at, prefill in self._prefill.items():
+            owed[at] += prefill * prefill_s
         return owed
 
     def able(self, tokens: int, found: Mapping[int, int], since_beat: float, *, patient: bool) -> Sequence[int]:

@@ -33,11 +33,10 @@ class Turn(IntEnum):
 
 
 class Agenda:
-    """What is still to happen. `run` ends when nothing is left, or after `until`."""
+    """What is still to happen. `run` ends when nothing is left."""
 
     def __init__(self) -> None:
         self.now = 0
-        self.num_events = 0
         self._heap: list[tuple[int, int, int, int, Callable[[int], None]]] = []
         self._serial = 0
 
@@ -46,10 +45,13 @@ class Agenda:
         self._serial += 1
         heapq.heappush(self._heap, (when if when > self.now else self.now, turn, actor, self._serial, call))
 
-    def run(self, until: int | None = None) -> None:
+    @property
+    def num_events(self) -> int:
+        """What has happened so far."""
+        return self._serial - len(self._heap)
+
+    def run(self) -> None:
         heap, pop = self._heap, heapq.heappop
-        while heap and (until is None or heap[0][0] <= until):
-            when, _, _, _, call = pop(heap)
-            self.now = when
-            self.num_events += 1
-            call(when)
+        while heap:
+            self.now, _, _, _, call = pop(heap)
+            call(self.now)

@@ -333,7 +333,7 @@ class Fleet:
     def _move(self, now: int, client: Client) -> None:
         self._tickets.pop(client.ticket, None)
         self.ledger.moved(client.line)
-        client.said = self.script.answer(client.request_id).said
+        client.said = self.script.answers[client.request_id].said
         if client.tries - client.returns > self.plan.max_failovers:
             self._gone(client)
         else:

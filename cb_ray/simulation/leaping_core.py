@@ -12,7 +12,7 @@ page, it takes the next block and publishes the full one, in the order in which 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..core.engine_core import EngineCore
 from ..core.plan import BatchPlan, Row
@@ -78,37 +78,35 @@ class LeapingCore(EngineCore):
                 most = left
         return self._within_memory(most, page)
 
-    def repeat(self, steps: int, says: Sequence[tuple[int, int]], now: float) -> None:
+    def repeat(self, steps: int, says: Sequence[array[int]], last: Mapping[int, int], now: float) -> None:
         """Make `steps` steady steps, at most `steady_steps()`, of which the last is over at `now`. `says`: for each request that runs,
-        what it samples over and over, and what in the last step."""
-        running = list(self._scheduler.running.values())
+        an array of the one token that it samples over and over; `last`: row → token that ends it in the last step."""
         page, version = self._layout.page_size, self.weights_version
-        pages: list[tuple[int, int, int]] = []  # step, row, tokens known in it: where a page begins or is full
+        turns: list[tuple[int, int, int, Request]] = []  # step, row, tokens known in it: where a page begins or is full
         ending: list[tuple[Request, int]] = []
-        for index, (request, (token, last)) in enumerate(zip(running, says, strict=True)):
+        running = self._scheduler.running.values()
+        for row, (request, filler) in enumerate(zip(running, says, strict=True)):
             tokens = request.tokens
             known = len(tokens)
-            assert steps == 1 or token not in request.stop_ids, (
-                f"only a leap's last step may end anyone, and {token} ends {request.id}"
-            )
-            if -known % page < steps or known % page == 1:
-                for full in range(-(-known // page) * page - (page if known % page == 1 else 0), known + steps, page):
-                    pages += [(at - known, index, at) for at in (full, full + 1) if known <= at < known + steps]
-            tokens.extend([token] * steps)
-            tokens[-1] = last
-            request.num_computed = known + steps - 1
-            request.slot, request.status = index, RequestStatus.DECODING
-            if not request.versions or request.versions[-1] != version:
+            upto, rest = known + steps, known % page
+            if rest < 2 or rest + steps > page:
+                for full in range(known - rest, upto, page):
+                    turns += [(at - known, row, at, request) for at in (full, full + 1) if known <= at < upto]
+            tokens.extend(filler * steps)
+            request.num_computed = upto - 1
+            if request.versions[-1] != version:
                 request.versions.append(version)
-            if last in request.stop_ids or known + steps - request.num_prompt >= request.max_new:
-                ending.append((request, last))
-        for _, row, known in sorted(pages):
-            self._turn_page(running[row], known)
+            if row in last or upto - request.num_prompt >= request.max_new:
+                tokens[-1] = last.get(row, filler[0])
+                ending.append((request, tokens[-1]))
+        turns.sort()  # no row has two turns in one step
+        for _, _, known, request in turns:
+            self._turn_page(request, known)
         self._step += steps
         self._totals["generated"] += steps * len(running)
         self._totals["computed"] += steps * len(running)
-        for request, last in ending:
-            reason = self._reason_to_stop(request, last)
+        for request, token in ending:
+            reason = self._reason_to_stop(request, token)
             assert reason is not None
             self._remove(request, RequestStatus.FINISHED, reason, now)
 
@@ -125,8 +123,10 @@ class LeapingCore(EngineCore):
 
     def steps_to_page(self) -> int:
         """Steady steps until some request publishes a page or takes a block, not counting that one."""
-        page = self._layout.page_size
-        return min([self._calm_steps(request, len(request.tokens), page) for request in self._scheduler.running.values()])
+        page, running = self._layout.page_size, self._scheduler.running.values()
+        to_full = min([-len(request.tokens) % page for request in running], default=_FAR)
+        to_grow = min([len(request.block_tables[0]) * page + 1 - len(request.tokens) for request in running], default=_FAR)
+        return min(to_full, to_grow)
 
     def stats_after(self, steps: int, busy_s: float) -> EngineStats:
         """`stats` as they will be after so many steady steps, at most `steps_to_page()`; 0: as they are. `busy_s` is the caller's to

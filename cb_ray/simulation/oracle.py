@@ -35,7 +35,7 @@ class Oracle:
         for load in loads:
             replica = fleet.replicas[load.replica]
             replica.settle(fleet.agenda.now)
-            owed_prefill, owed_decode = replica.core.owed(lambda request_id: fleet.script.answer(request_id).left)
+            owed_prefill, owed_decode = replica.core.owed(lambda request_id: fleet.script.answers[request_id].left)
             found = max(replica.core.found(ask.digests) * page, min(load.cached_tokens, replica.core.coming(ask.digests) * page))
             cached[load.replica] = min(found, ask.num_tokens - 1)
             missing = ask.num_tokens - cached[load.replica]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from ..core.plan import BatchPlan, StepWork
+from ..core.plan import BatchPlan, StepResult, StepWork
 from ..messages import GenerateRequest, RequestStatus, TokenChunk
 from ..routing.members import Beat, BeatReply
 from ..routing.reporter import PageNews, Reporter
@@ -28,7 +28,7 @@ from .costs import StepClock
 from .engine_shape import EngineShape
 from .leaping_core import LeapingCore
 from .ledger import GAP
-from .workload import Script
+from .workload import Answer, Script, say_on, steps_to_an_end
 
 SNAPSHOT_S = 0.05  # as engine/loop.py's STATS_INTERVAL
 
@@ -45,12 +45,17 @@ class Listener(Protocol):
 class Leap:
     """Steady steps under way: they begin at `start`; the first takes `first` ticks and each next one `more` longer."""
 
-    __slots__ = ("done", "first", "ids", "more", "said", "start", "steps")
+    __slots__ = ("answers", "done", "fillers", "first", "ids", "more", "said", "start", "steps")
 
-    def __init__(self, start: int, steps: int, ids: Sequence[str], first: int, more: int) -> None:
-        self.start, self.steps, self.ids, self.first, self.more = start, steps, ids, first, more
+    def __init__(self, start: int, steps: int, ids: Sequence[str], answers: Sequence[Answer], first: int, more: int) -> None:
+        self.start, self.steps, self.first, self.more = start, steps, first, more
+        self.take(ids, answers)
         self.done = 0  # steps that the core has made …
         self.said = 0  # … and whose tokens the reporter has heard of
+
+    def take(self, ids: Sequence[str], answers: Sequence[Answer]) -> None:
+        """These run in it, in this order."""
+        self.ids, self.answers, self.fillers = ids, answers, [answer.filler for answer in answers]
 
     def end_of(self, step: int) -> int:
         """When step 1, 2, … is over."""
@@ -62,9 +67,10 @@ class Leap:
 
     def steps_by(self, now: int) -> int:
         """Steps that are over at `now`."""
-        since = now - self.start
-        low = min(self.steps, since // (self.first + self.more * self.steps))  # if each took as long as the longest
-        return low + bisect_right(range(low + 1, min(self.steps, since // self.first) + 1), now, key=self.end_of)
+        since, steps, first = now - self.start, self.steps, self.first
+        low = min(steps, since // (first + self.more * steps))  # if each took as long as the longest
+        high = min(steps, since // first)
+        return low if low == high else low + bisect_right(range(low + 1, high + 1), now, key=self.end_of)
 
 
 class Replica:
@@ -118,9 +124,11 @@ class Replica:
         self.settle(now)
         self._inbox = [each for each in self._inbox if each[1].request_id != request_id]
         self.core.cancel(request_id, seconds(now))
+        if self._leap is not None:
+            self._leap.take(*self._running())
         self.reporter.end(request_id, finished=False)
-        self._expect_beat()
         self._post(now)
+        self._expect_beat()
         self._disturb(now)
 
     def pause(self, now: int) -> None:
@@ -203,10 +211,12 @@ class Replica:
                 self._publish(now)
                 self._listener.paused(now, self)
             return
-        for created, request in self._inbox:
-            self.core.add(request, seconds(created))
-        self._inbox.clear()
-        self._post(now)
+        if self._inbox:
+            for created, request in self._inbox:
+                self.core.add(request, seconds(created))
+            self._inbox.clear()
+            self._post(now)
+            self._expect_beat()
         self._busy = self.core.has_work
         if not self._busy:
             self._unseated = 0
@@ -223,38 +233,46 @@ class Replica:
     def _commit(self, now: int, started: int, plan: BatchPlan) -> None:
         self.busy_ticks += now - started
         self.steps += 1
-        script, moved, took = self._script, self.reporter.moved, (now - started) // GAP
-        self.core.commit(plan, script.read(plan), seconds(now))
+        answers, gaps, took = self._script.answers, self._gaps, (now - started) // GAP
+        tokens: list[int] = []
+        went_on: list[str] = []
         for row in plan.rows:
             if not row.samples:
                 continue
-            moved(row.request_id, 1)
-            answer = script.answer(row.request_id)
+            request_id = row.request_id
+            answer = answers[request_id]
+            tokens.append(answer.say())
             if row.token_index == 0:
-                self._listener.first_token(now, row.request_id)
+                self.reporter.moved(request_id, 1)
+                self._listener.first_token(now, request_id)
             else:
-                self._gaps[took if answer.last_at == started else (now - answer.last_at) // GAP] += 1
+                went_on.append(request_id)
+                gaps[took if answer.last_at == started else (now - answer.last_at) // GAP] += 1
             answer.last_at = now
-        self._expect_beat()
+        self.reporter.went_on(went_on, 1)
+        self.core.commit(plan, StepResult(tokens), seconds(now))
         self._post(now)
+        self._expect_beat()
         if started >= self._stats_due:
             self._publish(started)
         self._go(now)
 
     def _leap_from(self, now: int) -> bool:
         """Begin a leap, if the next step is steady."""
-        ids = self.core.running_ids()
-        if not (self._shape.leaps and ids):
-            return False
-        steps = self.core.steady_steps(self._script.steps_to_an_end(ids))
+        ids, answers = self._running() if self._shape.leaps else ((), ())
+        steps = self.core.steady_steps(steps_to_an_end(answers)) if ids else 0
         if not steps:
             return False
         self._unseated = self.core.num_waiting
-        leap = self._leap = Leap(now, steps, ids, *self._clock.decode(*self.core.contexts()))
+        leap = self._leap = Leap(now, steps, ids, answers, *self._clock.decode(*self.core.contexts()))
         self._schedule(leap.end_of(steps), self._land)
         if self._beat_at < 0 and not self.reporter.is_under_way:
             self._expect_news(leap.end_of(1))
         return True
+
+    def _running(self) -> tuple[list[str], list[Answer]]:
+        answers, ids = self._script.answers, self.core.running_ids()
+        return ids, [answers[request_id] for request_id in ids]
 
     def _land(self, now: int) -> None:
         """The leap is over, and whoever said a last token in its last step."""
@@ -265,8 +283,8 @@ class Replica:
         self._make(leap, leap.steps)
         self._say(leap, leap.steps)
         self._leap = None
-        self._expect_beat()
         self._post(now)
+        self._expect_beat()
         if begun >= self._stats_due:
             self._publish(begun)
         self._go(now)
@@ -281,16 +299,14 @@ class Replica:
             self._schedule(leap.end_of(steps), self._land)
 
     def _take_snapshots(self, leap: Leap, upto: int) -> None:
-        """Where the loop would have taken them in the leap's steps up to `upto`. All but the last are never looked at."""
-        if not upto or leap.end_of(upto - 1) < self._stats_due:
+        """Where the loop would have taken them in the leap's steps up to `upto`. All but the last are never looked at: what a leap
+        calls a page is held by someone who runs, and stays so called."""
+        if upto <= leap.done:
             return
-        last = 0
-        while (step := leap.first_from(self._stats_due)) <= upto:
-            self._stats_due = leap.end_of(step - 1) + self._snapshot_every
-            if last and last - leap.done > self.core.steps_to_page():  # what a page was called in between, the Board may hear of
-                self._make(leap, last)
-                self._take_pages()
-            last = step
+        begun, last = leap.end_of(upto - 1), 0
+        while self._stats_due <= begun:
+            last = leap.first_from(self._stats_due)
+            self._stats_due = leap.end_of(last - 1) + self._snapshot_every
         if last:
             if last - leap.done > self.core.steps_to_page():
                 self._make(leap, last)
@@ -299,22 +315,22 @@ class Replica:
 
     def _make(self, leap: Leap, upto: int) -> None:
         """Let the core make the steps of the leap up to `upto`."""
-        count, begin, end = upto - leap.done, leap.end_of(leap.done), leap.end_of(upto)
+        done, gaps, answers = leap.done, self._gaps, leap.answers
+        count, begin, end = upto - done, leap.end_of(done), leap.end_of(upto)
         if not count:
             return
-        gaps, answers = self._gaps, self._script.answers(self.core.running_ids())
-        self.core.repeat(count, [answer.say(count) for answer in answers], seconds(end))
-        first, final = leap.first + leap.more * leap.done, leap.first + leap.more * (upto - 1)
+        first, final = leap.first + leap.more * done, leap.first + leap.more * (upto - 1)
         if first // GAP == final // GAP:
             gaps[first // GAP] += count * len(answers)
         else:
-            for step in range(leap.done, upto):
+            for step in range(done, upto):
                 gaps[(leap.first + leap.more * step) // GAP] += len(answers)
         for answer in answers:
             if answer.last_at != begin:  # it was left out of a step before
                 gaps[first // GAP] -= 1
                 gaps[(first + begin - answer.last_at) // GAP] += 1
             answer.last_at = end
+        self.core.repeat(count, leap.fillers, say_on(answers, count), seconds(end))
         self.busy_ticks += end - begin
         self.steps += count
         leap.done = upto
@@ -331,7 +347,6 @@ class Replica:
         for chunk in self.core.take_chunks():
             if chunk.is_terminal:
                 self.reporter.end(chunk.request_id, chunk.status == RequestStatus.FINISHED)
-                self._expect_beat()
                 self._listener.ended(now, self, chunk)
 
     def _publish(self, at: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
@@ -67,7 +68,7 @@ class Description:
             shared: tuple[bytes, ...] = ()
             if documents:
                 hot = self.hot and dice.random() < self.hot
-                shared = documents[0] if hot else dice.choices(documents, cum_weights=weights)[0]
+                shared = documents[0 if hot else bisect_right(weights, dice.random() * weights[-1], 0, len(weights) - 1)]
             tokens = len(shared) * page_size + own
             pages = shared + own_pages(number, tokens // page_size - len(shared))
             yield Told(Arrival(at, tokens, pages, self.max_new_tokens), min(answer, self.max_new_tokens or answer))

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ..core.plan import BatchPlan, StepResult
-
 END_TOKEN = 1  # what the runner samples last; every other token is a filler of its request's own
 FIRST_FILLER = 2
 
@@ -67,58 +65,52 @@ class Workload:
 class Answer:
     """What one request still has to say."""
 
-    __slots__ = ("filler", "last_at", "left", "said")
+    __slots__ = ("filler", "last_at", "left", "num_tokens")
 
     def __init__(self, number: int, num_tokens: int) -> None:
-        self.filler = FIRST_FILLER + number % (1 << 30)
-        self.left = max(1, num_tokens)
-        self.said = 0
+        self.filler = array("i", [FIRST_FILLER + number % (1 << 30)])
+        self.left = self.num_tokens = max(1, num_tokens)
         self.last_at = 0  # ticks; when it last said something
 
-    def say(self, steps: int) -> tuple[int, int]:
-        """What is said in each of so many steps, and in the last of them. The end comes no sooner."""
-        self.left -= steps
-        self.said += steps
-        assert self.left >= 0, "a request would have ended within a leap"
-        return self.filler, self.filler if self.left else END_TOKEN
+    @property
+    def said(self) -> int:
+        return self.num_tokens - self.left
+
+    def say(self) -> int:
+        """The next token."""
+        self.left -= 1
+        return self.filler[0] if self.left else END_TOKEN
+
+
+def steps_to_an_end(answers: Iterable[Answer]) -> int:
+    """Tokens that each of these will say until one of them has said its last."""
+    return min([answer.left for answer in answers])
+
+
+def say_on(answers: Iterable[Answer], steps: int) -> dict[int, int]:
+    """Each says so many tokens. Given back: who came to an end with the last of them, and that token."""
+    ends: dict[int, int] = {}
+    for row, answer in enumerate(answers):
+        answer.left -= steps
+        if answer.left <= 0:
+            assert not answer.left, "a request would have ended within a leap"
+            ends[row] = END_TOKEN
+    return ends
 
 
 class Script:
     """Every answer that is under way, by request. Read by the runner, and by nobody who decides."""
 
     def __init__(self) -> None:
-        self._answers: dict[str, Answer] = {}
+        self.answers: dict[str, Answer] = {}
 
     def write(self, request_id: str, number: int, num_tokens: int) -> None:
-        self._answers[request_id] = Answer(number, num_tokens)
-
-    def answer(self, request_id: str) -> Answer:
-        return self._answers[request_id]
-
-    def answers(self, request_ids: Iterable[str]) -> list[Answer]:
-        answers = self._answers
-        return [answers[request_id] for request_id in request_ids]
+        self.answers[request_id] = Answer(number, num_tokens)
 
     def prompt(self, request_id: str, num_tokens: int, said: int) -> array[int]:
         """The tokens that an engine is given: a prompt of which only the pages' names matter, and what was said already."""
         prompt = array("i", bytes(4 * num_tokens))
-        return prompt + array("i", [self._answers[request_id].filler]) * said if said else prompt
+        return prompt + self.answers[request_id].filler * said if said else prompt
 
     def close(self, request_id: str) -> Answer:
-        return self._answers.pop(request_id)
-
-    def read(self, plan: BatchPlan) -> StepResult:
-        """What the model says in this step."""
-        answers, tokens = self._answers, list[int]()
-        for row in plan.rows:
-            if row.samples:
-                answer = answers[row.request_id]
-                answer.left -= 1
-                answer.said += 1
-                tokens.append(answer.filler if answer.left else END_TOKEN)
-        return StepResult(tokens)
-
-    def steps_to_an_end(self, request_ids: Iterable[str]) -> int:
-        """Tokens that each of these will say until one of them has said its last."""
-        answers = self._answers
-        return min([answers[request_id].left for request_id in request_ids])
+        return self.answers.pop(request_id)
