@@ -5,8 +5,10 @@ so one that was dropped, with its request's seat or its replica, is made anew fr
 
     Intake ─▶ GrammarCompiler ─▶ Grammar.compiled          in a thread of its own, cached: steps never wait for it
     step   ─▶ forward ─▶ GrammarMasks.apply ─▶ sample ─▶ GrammarMasks.advance ─▶ rows whose answer is complete
+                               └ masks of those that go on, in a thread beside ◀─┘
 
-On a GPU the masks are computed while the forward pass runs, which was only launched; on a CPU after it, on all its cores.
+A row's next mask depends on nothing but its last token, so it is begun as soon as that is known: beside the commit, the next plan
+and the next forward pass. Rows that come anew, or have more tokens than were seen, get theirs when it is needed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from ..core.plan import Row
 from ..errors import InvalidRequestError
 from ..grammar import JSON_WHITESPACE, Grammar
+from .native.choosing import forbid as native_forbid
 
 KEPT = 128  # compiled grammars that are kept while no request has them
 _PARALLEL_FROM = 4  # masks of fewer rows are computed one after the other
@@ -144,14 +147,22 @@ class _Answer:
     compiled: CompiledGrammar
     consumed: int = 0  # tokens of the answer that the matcher has seen
     error: Exception | None = None
+    ahead: tuple[Future[np.ndarray], int] | None = None  # masks that are being made, and which of them is this one's
 
     def catch_up(self, row: Row) -> None:
         """Take in the tokens of the answer that are known and were not seen yet."""
         assert row.history is not None, "a row with a grammar brings its history"
         tokens = row.history[row.num_prompt + self.consumed :]
         self.consumed += len(tokens)
+        if tokens and self.ahead is not None:
+            self.take_mask()  # of a state that is left now; the thread must be done with the matcher
         if tokens and self.matcher.try_consume_tokens(list(tokens)) < len(tokens):
             self.fail(row, "the tokens so far do not follow it")
+
+    def take_mask(self) -> np.ndarray | None:
+        """The mask that was begun, once it is made; None if none was."""
+        ahead, self.ahead = self.ahead, None
+        return None if ahead is None else ahead[0].result()[ahead[1]]
 
     def fail(self, row: Row, reason: str) -> None:
         grammar = row.sampling.grammar
@@ -165,8 +176,9 @@ class GrammarMasks:
 
     compiler: GrammarCompiler
     _answers: dict[str, _Answer] = field(default_factory=dict[str, _Answer])
+    _threads: int = field(default_factory=torch.get_num_threads)
     _executor: Any = None
-    _masks: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))  # [rows, words of 32 tokens]
+    _beside: ThreadPoolExecutor | None = None
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """These requests lost their seats: they ended, or will come again with all their tokens."""
@@ -183,7 +195,7 @@ class GrammarMasks:
         if not places:
             return rows, {}
         answers = [self._answer(rows[s]) for s in places]
-        masks = self._fill(answers)
+        masks = self._masks(answers)
         rows, errors = list(rows), {}
         for mask, answer, s in zip(masks, answers, places, strict=True):
             if answer.matcher.is_error():
@@ -198,7 +210,7 @@ class GrammarMasks:
 
     def advance(self, rows: Sequence[Row], tokens: Sequence[int]) -> list[int]:
         """Take in the tokens that were sampled; the places of rows whose answer is complete: nothing may follow it."""
-        complete: list[int] = []
+        complete, others = list[int](), list[_Answer]()
         for s, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             answer = self._answers.get(row.request_id) if row.sampling.grammar is not None else None
             if answer is None or answer.error is not None or token in row.sampling.stop_ids:
@@ -208,6 +220,13 @@ class GrammarMasks:
                 answer.fail(row, f"token {token} does not follow it")
             elif answer.matcher.is_stopped():
                 complete.append(s)
+            else:
+                others.append(answer)
+        if others:
+            self._beside = self._beside or ThreadPoolExecutor(1, thread_name_prefix="cb-ray masks")
+            made = self._beside.submit(self._fill, others)
+            for place, answer in enumerate(others):
+                answer.ahead = made, place
         return complete
 
     def _answer(self, row: Row) -> _Answer:
@@ -220,12 +239,17 @@ class GrammarMasks:
         answer.catch_up(row)
         return answer
 
+    def _masks(self, answers: Sequence[_Answer]) -> np.ndarray:
+        """What may come next in each answer, one bit per token: [answers, words of 32 tokens]."""
+        begun = [answer.take_mask() for answer in answers]
+        missing = [answer for answer, mask in zip(answers, begun, strict=True) if mask is None]
+        made = iter(self._fill(missing) if missing else ())
+        return np.stack([next(made) if mask is None else mask for mask in begun])
+
     def _fill(self, answers: Sequence[_Answer]) -> np.ndarray:
-        """The masks [rows, words] of what may come next, one bit per token."""
+        """Compute the masks of some answers. Runs in the thread beside, too, never for the same answers at once."""
         words = -(-answers[0].compiled.num_tokens // 32)
-        if self._masks.shape[0] < len(answers) or self._masks.shape[1] != words:
-            self._masks = np.empty((len(answers), words), np.int32)
-        masks, size = self._masks[: len(answers)], words * 4
+        masks, size = np.empty((len(answers), words), np.int32), words * 4
         matchers = [answer.matcher for answer in answers]
         if len(answers) < _PARALLEL_FROM:
             for place, matcher in enumerate(matchers):
@@ -234,7 +258,7 @@ class GrammarMasks:
             if self._executor is None:
                 from llguidance import LLExecutor
 
-                self._executor = LLExecutor(num_threads=torch.get_num_threads())  # by itself it leaves one core of two idle
+                self._executor = LLExecutor(num_threads=self._threads)  # by itself it leaves one core of two idle
             jobs = [(matcher, place) for place, matcher in enumerate(matchers)]
             self._executor.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, size, len(answers))
         return masks
@@ -261,6 +285,8 @@ _BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
 
 def _forbid(logits: torch.Tensor, places: Sequence[int], masks: np.ndarray) -> None:
     """-inf where a bit of a row's mask is 0. `masks` int32 [len(places), words], the lowest bit first."""
+    if native_forbid(logits, places, masks):
+        return
     vocab = logits.shape[1]
     if logits.device.type == "cpu":
         bits = np.unpackbits(masks.view(np.uint8), axis=1, count=vocab, bitorder="little")

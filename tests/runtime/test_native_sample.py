@@ -154,6 +154,35 @@ def test_one_token_among_forbidden_ones_is_found(ops: NativeOps, columns: int, v
     assert tokens.tolist() == list(range(columns))
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("vocab", [1, 31, 32, 320, 1000])
+def test_forbidden_tokens_are_minus_infinity_and_nothing_else_changes(ops: NativeOps, dtype: torch.dtype, vocab: int) -> None:
+    """Bit by bit as the slow twin: words of all, of none and of some; rows that are not named, and what lies beyond a row, stay."""
+    whole = torch.randn(5, vocab + 7).to(dtype)
+    logits, before = whole[:, :vocab], whole.clone()
+    words = -(-vocab // 32) + 1
+    allowed = torch.randint(-(2**31), 2**31, (3, words), dtype=torch.int64).to(torch.int32)
+    allowed[0, ::2], allowed[1, ::2], allowed[2] = 0, -1, -1
+    places = torch.tensor([4, 0, 2])
+    ops.forbid_(logits, places, allowed)
+    for mask, place in zip(allowed.tolist(), places.tolist(), strict=True):
+        for token in range(vocab):
+            if not mask[token // 32] >> token % 32 & 1:
+                before[place, token] = -math.inf
+    assert torch.equal(whole, before)
+
+
+def test_forbidding_refuses_places_and_masks_that_do_not_fit(ops: NativeOps) -> None:
+    """A row that is not there, or too few bits, would be memory of somebody else."""
+    logits, mask = torch.zeros(2, 64), torch.zeros(1, 2, dtype=torch.int32)
+    for place in (-1, 2):
+        with pytest.raises(RuntimeError, match="none of 2 rows"):
+            ops.forbid_(logits, torch.tensor([place]), mask)
+    with pytest.raises(RuntimeError, match="a bit for each of 64"):
+        ops.forbid_(logits, torch.tensor([0]), mask[:, :1].contiguous())
+    torch.library.opcheck(ops.forbid_, (logits, torch.tensor([1]), mask), test_utils=("test_schema", "test_faketensor"))
+
+
 def test_sampling_survives_torch_compile_and_refuses_other_types(ops: NativeOps) -> None:
     """The fake agrees with the kernel; entries of another type are an error with a reason."""
     vectors = [torch.ones(2), torch.zeros(2, dtype=torch.int32), torch.ones(2), torch.zeros(2), torch.ones(2, dtype=torch.int32)]

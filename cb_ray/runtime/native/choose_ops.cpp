@@ -1,4 +1,6 @@
-// The torch ops that choose a step's tokens: what arguments may be.
+// The torch ops that choose a step's tokens, and forbid some: what arguments may be.
+#include <algorithm>
+#include <cstdint>
 #include <tuple>
 #include <vector>
 
@@ -62,6 +64,44 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& temperatur
   return answer(c, rows);
 }
 
+// -inf as a number of two or four bytes.
+template <class Bits>
+void forbid_row(Bits* row, int64_t columns, const uint32_t* allowed, Bits infinity) {
+  for (int64_t word = 0, at = 0; at < columns; word++, at += 32) {
+    const int64_t count = std::min<int64_t>(32, columns - at);
+    if (const uint32_t bits = allowed[word]; bits == 0)
+      std::fill_n(row + at, count, infinity);
+    else if (bits != 0xFFFFFFFFu)  // one after the other: words that allow all or nothing are nearly all of them
+      for (int64_t i = 0; i < count; i++) row[at + i] = bits >> i & 1 ? row[at + i] : infinity;
+  }
+}
+
+void forbid_(Tensor logits, const Tensor& places, const Tensor& allowed) {
+  const Choice c = of(logits);
+  const int64_t rows = logits.size(0), count = places.size(0);
+  STD_TORCH_CHECK(places.scalar_type() == ScalarType::Long && places.dim() == 1 && places.is_contiguous(),
+                  "cb_ray: places must be a contiguous vector of int64");
+  STD_TORCH_CHECK(allowed.scalar_type() == ScalarType::Int && allowed.dim() == 2 && allowed.is_contiguous() &&
+                      allowed.size(0) == count && allowed.size(1) * 32 >= c.columns,
+                  "cb_ray: allowed must be int32 [", count, ", words], with a bit for each of ", c.columns, " logits");
+  const auto* place = static_cast<const int64_t*>(places.data_ptr());
+  for (int64_t i = 0; i < count; i++)
+    STD_TORCH_CHECK(place[i] >= 0 && place[i] < rows, "cb_ray: place ", place[i], " is none of ", rows, " rows");
+  const auto* masks = static_cast<const uint32_t*>(allowed.data_ptr());
+  const int64_t words = allowed.size(1);
+  void* const numbers = logits.data_ptr();
+  share(count, std::max<int64_t>(1, (1 << 17) / c.columns), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t first = place[i] * c.stride;
+      if (c.type == Type::f32)
+        forbid_row<uint32_t>(static_cast<uint32_t*>(numbers) + first, c.columns, masks + i * words, 0xFF800000u);
+      else
+        forbid_row<uint16_t>(static_cast<uint16_t*>(numbers) + first, c.columns, masks + i * words,
+                             c.type == Type::bf16 ? 0xFF80 : 0xFC00);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace cb_ray
 
@@ -70,9 +110,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(cb_ray, m) {
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor fewest, Tensor numbers) -> "
       "(Tensor, Tensor)");
+  m.def("forbid_(Tensor(a!) logits, Tensor places, Tensor allowed) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(cb_ray, CPU, m) {
   m.impl("greatest", TORCH_BOX(&cb_ray::greatest));
   m.impl("sample", TORCH_BOX(&cb_ray::sample));
+  m.impl("forbid_", TORCH_BOX(&cb_ray::forbid_));
 }

@@ -1,4 +1,4 @@
-"""A step's tokens chosen by the native kernels, for rows of logits on a CPU.
+"""A step's tokens chosen by the native kernels, and tokens forbidden, for rows of logits on a CPU.
 
 Owns the translation of sampling parameters into the vectors that the kernel reads. Knows nothing of what shaped the logits before.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...messages import SamplingParams
-from .loader import Unavailable, load
+from .loader import NativeOps, Unavailable, load
 from .parts import DTYPES
 
 
@@ -22,10 +22,8 @@ def choose(
 
     `numbers` float64 [S] in [0, 1): what a row is drawn by, unless it is greedy. No copy of the logits is made, nothing is sorted.
     """
-    if logits.device.type != "cpu" or logits.dtype not in DTYPES or (logits.shape[1] > 1 and logits.stride(1) != 1):
-        return None
-    ops = load()
-    if isinstance(ops, Unavailable):
+    ops = _ops(logits)
+    if ops is None:
         return None
     if all(params.greedy for params in samplings):
         return ops.greatest(logits)
@@ -37,6 +35,26 @@ def choose(
     min_p = np.fromiter((params.min_p for params in samplings), np.float32, count)
     vectors = [torch.from_numpy(vector) for vector in (temperature, top_k, top_p, min_p, fewest)]
     return ops.sample(logits, *vectors, numbers)
+
+
+def forbid(logits: torch.Tensor, places: Sequence[int], allowed: np.ndarray) -> bool:
+    """-inf where a row's bit is 0: `logits` [S, V] in place, `allowed` int32 [len(places), words], the lowest bit first.
+
+    False, and nothing is done, where there are no kernels for them.
+    """
+    ops = _ops(logits)
+    if ops is None:
+        return False
+    ops.forbid_(logits, torch.tensor(places), torch.from_numpy(allowed))
+    return True
+
+
+def _ops(logits: torch.Tensor) -> NativeOps | None:
+    """The kernels, where there are some for these logits."""
+    if logits.device.type != "cpu" or logits.dtype not in DTYPES or (logits.shape[1] > 1 and logits.stride(1) != 1):
+        return None
+    ops = load()
+    return None if isinstance(ops, Unavailable) else ops
 
 
 def divisor(params: SamplingParams) -> float:

@@ -69,6 +69,10 @@ class NativeOps:
     they have that probability, `fewest` at least; min-p is relative to the likeliest. A token is drawn by inverse CDF in
     vocabulary order. A row whose greatest logit is no finite number has no token to speak of."""
 
+    forbid_: Callable[..., None]
+    """(logits [rows, vocabulary], places int64 [n], allowed int32 [n, words]): -inf in row places[i] where the bit is 0, in place.
+    The lowest bit of a word comes first; bits beyond the vocabulary count for nothing."""
+
     linear: Callable[..., Tensor]
     """(x [..., K], weight [N, K], bias, residual) -> [..., N]: x weight^T + bias, rounded, then added to the residual.
 
@@ -154,6 +158,7 @@ def _ops(path: Path) -> NativeOps:
         write_and_attend=here.write_and_attend.default,
         greatest=here.greatest.default,
         sample=here.sample.default,
+        forbid_=here.forbid_.default,
         linear=here.linear.default,
         linear_qkv=here.linear_qkv.default,
         gated_mlp=here.gated_mlp.default,
@@ -194,6 +199,10 @@ def _register_fakes() -> None:
     def _(logits, temperature, top_k, top_p, min_p, fewest, numbers):
         rows = logits.shape[0]
         return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.int64)
+
+    @torch.library.register_fake("cb_ray::forbid_")
+    def _(logits, places, allowed):
+        return None
 
     @torch.library.register_fake("cb_ray::linear")
     def _(x, weight, bias, residual):
