@@ -27,14 +27,16 @@ BUILDER = "cb_ray.serving.app:build"
 NAME = "cb-ray"
 # Ray Serve's settings for many small messages: HAProxy in front, replicas that talk directly, and a router with a loop of its
 # own so that plain Python callers keep working. A stream may live half an hour behind a proxy that reloads, and a replica that
-# stops lingers for two seconds, not thirty: the proxy is told at once, and no other balancer is there to be waited for. Ray
-# reads them when it starts; what the user has set stays. Workers are as nice as anyone, so that the door goes before engines that
+# stops lingers for two seconds, not thirty: the proxy is told at once, and no other balancer is there to be waited for. A request
+# to which a Router has said nothing when its connection ends goes to another one: it was on its way while that Router left or died.
+# Ray reads them when it starts; what the user has set stays. Workers are as nice as anyone, so that the door goes before engines that
 # compute on the same CPU, which are nicer.
 DATA_PLANE = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "1800",
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     "RAY_worker_niceness": "0",
 }
