@@ -27,9 +27,9 @@ DOCUMENT = 256  # tokens
 OWN = 15  # tokens of a prompt after its document
 ANSWER = 8
 IN_CACHE = 8  # documents, each with what its prompt adds, that one replica's cache holds
-WORKING_SET = 3.5  # times one replica's cache, in documents
+WORKING_SET = 4.0  # times that, in documents; a cache that gives up what prompts add holds nine, and four hold 36
 SLOTS = 8
-ROUNDS = 4  # requests per document that are measured, after half as many that are not
+ROUNDS = 6  # requests per document that are measured, after half as many that are not
 BUSY = 0.6  # of what the engines do when nothing is cached
 _NEAR_ORACLE, _BETTER, _HOT = 0.9, 3.0, 0.8
 
