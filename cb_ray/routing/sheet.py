@@ -82,8 +82,8 @@ class Sheet:
         """
         room, step_left = self.room, self.step_left
         soon = tokens - since_beat
-        if min(room, default=CLOSED) >= tokens and min(step_left) >= soon:
-            return range(len(room))  # everyone, whatever is cached
+        if min(room, default=CLOSED) >= tokens and min([step_left[at] for at in self._prefill], default=soon) >= soon:
+            return range(len(room))  # everyone, whatever is cached; who owes no prompts begins with any
         able = [at for at, most in enumerate(room) if most >= tokens and step_left[at] >= soon and at not in found]
         if not found:
             return able
