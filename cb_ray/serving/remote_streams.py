@@ -121,7 +121,20 @@ class Courier:
 
     def _begin(self, request: GenerateRequest) -> asyncio.Task[None]:
         task = self._tasks[request.request_id] = self._loop.create_task(self._carry(request))
+        task.add_done_callback(lambda task: self._over(request, task))
         return task
+
+    def _over(self, request: GenerateRequest, task: asyncio.Task[None]) -> None:
+        """A request has ended, or was cancelled before its task had taken a step: then nobody has been told yet."""
+        name = request.request_id
+        if task.cancelled():
+            self._cut(request)
+        if self._tasks.get(name) is task:
+            del self._tasks[name]
+        self._view.give_back([name])
+        self._tell()
+        if not self._tasks:
+            self._stopping = None
 
     def _begin_batch(self, line: dict[str, GenerateRequest]) -> None:
         self._lines.append(line)
@@ -153,21 +166,18 @@ class Courier:
             while not await self._read(request, unread):
                 await self._place(name)
         except asyncio.CancelledError:
-            error = self._stopping
-            if error is None:
-                self._end(request, RequestCancelledError(name), RequestStatus.CANCELLED, "cancelled", unread)
-            else:
-                self._end(request, error, RequestStatus.FAILED, "failed", unread)
+            self._cut(request, unread)
         except Exception as error:
             if not isinstance(error, CbRayError):
                 logger.exception("reading the stream of %s failed", name)
             self._end(request, error, RequestStatus.FAILED, "failed", unread)
-        finally:
-            del self._tasks[name]
-            self._view.give_back([name])
-            self._tell()
-            if not self._tasks:
-                self._stopping = None
+
+    def _cut(self, request: GenerateRequest, unread: Sequence[TokenChunk] = ()) -> None:
+        """The end of a request that was cancelled, or that the stop of everything took along."""
+        if self._stopping is None:
+            self._end(request, RequestCancelledError(request.request_id), RequestStatus.CANCELLED, "cancelled", unread)
+        else:
+            self._end(request, self._stopping, RequestStatus.FAILED, "failed", unread)
 
     async def _read(self, request: GenerateRequest, unread: list[TokenChunk]) -> bool:
         """The stream to its end; False: the pool was full after all, and there is nothing yet."""

@@ -193,6 +193,28 @@ def test_a_cancelled_request_ends_with_what_it_has(made, streaming: bool) -> Non
     assert output.status == RequestStatus.CANCELLED and output.generated_tokens in ([], [5]) and pool.closed == [name]
 
 
+def test_a_request_cancelled_before_its_stream_is_opened_ends_all_the_same(made) -> None:
+    """A task that is cancelled before its first step runs no line of its own: such a request never ended, and nor did `drained`."""
+    remote, pool = made()
+    request = GenerateRequest(request_id="x_1", token_ids=(5,), max_new_tokens=4)
+    ended: list[TokenChunk] = []
+    remote.courier._outbox.post = lambda chunks: ended.extend(chunks) or []
+
+    async def at_once(then: Any) -> None:
+        remote.courier._begin(request)
+        then()
+
+    for then, status in (
+        (lambda: remote.courier._cancel("x_1"), RequestStatus.CANCELLED),
+        (lambda: remote.courier._stop(EngineStoppedError("all of it")), RequestStatus.FAILED),
+    ):
+        pool.places.add("x_1")
+        remote.courier.run(at_once(then))
+        remote.courier.run(asyncio.wait_for(remote.courier.drained(), PATIENCE))
+        assert ended.pop().status == status and not ended and not pool.inside and not pool.places
+    assert remote.courier._stopping is None
+
+
 def test_an_interrupted_batch_leaves_nothing_in_the_pool(made) -> None:
     """Ctrl-C while a batch runs: what runs is cancelled, what waits at home is forgotten."""
     remote, pool = made(slots=2)
