@@ -1,8 +1,8 @@
 """What the machine has: memory that is free, on the device and in this container's share of the host, and fast bfloat16.
 
 Owns `measure`; hands out `multiplies_bfloat16` and `widens_weights`. Knows psutil, the kernel's cgroup files and torch's memory
-counters; decides nothing. What
-other processes use is gone already when the system says what is available, so their share is never counted as ours.
+counters; decides nothing. What other processes use is gone already when the system says what is available, so their share is never
+counted as ours.
 
     host RAM     min( what the system calls available,  limit of each enclosing cgroup − what it holds )
     GPU          what the driver calls free  +  what torch has reserved but does not use

@@ -172,7 +172,7 @@ class _Answer:
 
 @dataclass(slots=True)
 class GrammarMasks:
-    """The matchers of the requests that run, for the engine thread alone."""
+    """The matchers of the requests that run: the engine thread's, but for those whose next mask is being made beside it."""
 
     compiler: GrammarCompiler
     _answers: dict[str, _Answer] = field(default_factory=dict[str, _Answer])

@@ -151,7 +151,7 @@ class EngineArgs:
     In YAML the config fields stand beside the others (`engine: {page_size: 64, dtype: bfloat16}`); `parse_args` sorts them.
     """
 
-    dtype: str = "auto"  # auto: as the checkpoint says; on a CPU float32 if it or our kernels would be slower in that
+    dtype: str = "auto"  # auto: as the checkpoint says; on a CPU float32 instead of float16, and of bfloat16 where that is slower
     device: str = "auto"  # auto: cuda where the replica was given a GPU, else cpu
     num_cpus: float | None = None  # what Ray sets aside for one replica; None: a fair share of this cluster
     num_gpus: float | None = None  # None: one per tensor-parallel rank where the cluster has GPUs, else none

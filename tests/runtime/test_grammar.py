@@ -259,6 +259,31 @@ def test_masks_are_what_the_grammar_allows_token_by_token(tokenizer: Any) -> Non
                 masks.forget([str(i)])
 
 
+def test_masks_that_were_begun_early_are_those_of_the_tokens_that_came(tokenizer: Any) -> None:
+    """A mask begun after a token is the one a fresh matcher makes; one that more tokens have overtaken is thrown away."""
+    compiler = GrammarCompiler(lambda: tokenizer, 320, (END,))
+    masks = GrammarMasks(compiler)
+    wish = Grammar.regex("(ab|cd)+ef")
+    letters = {letter: tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcdef"}
+    said = [[0] for _ in range(6)]  # enough rows for the executor, too
+
+    def check() -> None:
+        rows = [row(str(i), hot(0, wish), history) for i, history in enumerate(said)]
+        logits = torch.zeros(len(rows), 320)
+        assert masks.apply(logits, rows)[1] == {}
+        fresh = torch.zeros(len(rows), 320)
+        assert GrammarMasks(compiler).apply(fresh, rows)[1] == {}
+        assert torch.equal(logits, fresh)
+
+    check()
+    for i, letter in enumerate("acacac"):
+        said[i].append(letters[letter])
+    assert masks.advance([row(str(i), hot(0, wish), []) for i in range(6)], [history[-1] for history in said]) == []
+    for i in (0, 2):  # as after a preemption, or where steps overlap: there is more than the mask was begun for
+        said[i] += [letters["b"], letters["c"]]
+    check()
+
+
 def test_tokens_that_do_not_follow_fail_their_request_alone(tokenizer: Any) -> None:
     """Tokens of another answer, sent as a failover's: the row gets an error, the others their tokens."""
     masks = GrammarMasks(GrammarCompiler(lambda: tokenizer, 320, (END,)))
