@@ -33,7 +33,7 @@ def application(smollm2: Path) -> Iterator[None]:
     from ray import serve
 
     from cb_ray.serving.app import build
-    from tests.serving.ending import shut_down
+    from cb_ray.serving.ending import shut_down
 
     config = yaml.safe_load((Path(__file__).parents[1] / "deployments" / "app.yaml").read_text(encoding="utf-8"))
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 * 1024 * 1024)

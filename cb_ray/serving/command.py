@@ -180,7 +180,8 @@ def _serve_file(file: str) -> int:
 def _stay(start: Callable[[], None]) -> int:
     """Connect to Ray, `start`, and serve until SIGINT or SIGTERM; then everything that was started ends, quietly."""
     import ray
-    from ray import serve
+
+    from .ending import shut_down
 
     ray.init(namespace="serve")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; the handler that Ray has just set would dump a stack
@@ -190,6 +191,5 @@ def _stay(start: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         print("stopping", file=sys.stderr)
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        shut_down()
     return 0

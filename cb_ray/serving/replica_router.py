@@ -1,8 +1,8 @@
 """Serve's request router for the Engine's handle: asks the Board which replica a request may go to.
 
-Owns `BoardRouter`, and with `watch_replicas` and `find_board` every use of Ray Serve's private API; a contract test runs against
-the installed Ray. One `BoardRouter` lives in every process that has a handle to the Engine, so HTTP, handle calls and tasks obey
-the same Board. Without a Board it decides alone, by the work it has itself sent to each replica, until the Board is back.
+Owns `BoardRouter`, and with `watch_replicas`, `find_board` and `routing_loop` every use of Ray Serve's private API; a contract test
+runs against the installed Ray. One `BoardRouter` lives in every process that has a handle to the Engine, so HTTP, handle calls and
+tasks obey the same Board. Without a Board it decides alone, by the work it has itself sent to each replica, until the Board is back.
 
     handle.generate.remote(request=…) ─▶ _choose_replica_for_request ─▶ Board: granted │ wait │ QueueFullError
                                      ◀── on_request_routed: the replica took it; released when its result is done or dropped
@@ -26,6 +26,7 @@ from ray.serve._private.common import DeploymentTargetInfo, ReplicaID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NAMESPACE
 from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
 from ray.serve._private.replica_result import ReplicaResult
+from ray.serve._private.router import SingletonThreadRouter
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
 from ..digests import page_digests
@@ -255,6 +256,11 @@ def watch_replicas(heard: Callable[[Sequence[tuple[str, dict[str, object]]]], No
         call_in_event_loop=asyncio.get_running_loop(),
         client_id=f"cb-ray board {ray.get_runtime_context().get_actor_id()}",
     )
+
+
+def routing_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop, in a thread of its own, on which all handles of this process are routed; None before the first. It is never closed."""
+    return SingletonThreadRouter._asyncio_loop
 
 
 def _put_ticket(pending: PendingRequest, ticket: str) -> None:

@@ -17,7 +17,7 @@ import ray
 from ray import serve
 
 from cb_ray.serving.app import build
-from tests.serving.ending import shut_down
+from cb_ray.serving.ending import shut_down
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]
 APP, DEPLOYMENTS = "cb-ray", Path(__file__).resolve().parents[2] / "deployments"

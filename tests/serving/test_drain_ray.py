@@ -19,8 +19,8 @@ from cb_ray.errors import ConfigError
 from cb_ray.messages import GenerateRequest
 from cb_ray.serving import drain
 from cb_ray.serving.app import Cluster, application, parse_args
+from cb_ray.serving.ending import shut_down
 from cb_ray.serving.replica_router import find_board
-from tests.serving.ending import shut_down
 from tests.serving.fakes import STAGE, Stage, load_fake, token_of
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(200)]

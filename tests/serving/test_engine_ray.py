@@ -21,9 +21,9 @@ from cb_ray import RemoteManager
 from cb_ray.errors import ConfigError, InvalidRequestError, LogitsError
 from cb_ray.messages import GenerateRequest, SamplingParams, TokenChunk, Usage
 from cb_ray.serving.app import Cluster, application, parse_args
+from cb_ray.serving.ending import shut_down
 from cb_ray.serving.handle_source import own_error
 from cb_ray.serving.replica_router import find_board
-from tests.serving.ending import shut_down
 from tests.serving.teams import replicas
 from tests.tiny import break_token, make_model, save_model
 

@@ -24,10 +24,10 @@ from cb_ray import RemoteManager
 from cb_ray.errors import QueueFullError, ReplicaLostError
 from cb_ray.messages import GenerateRequest, TokenChunk
 from cb_ray.serving.app import AppArgs, Cluster, application, engine_options, parse_args, settle
+from cb_ray.serving.ending import shut_down
 from cb_ray.serving.engine_deployment import Engine, EngineSpec
 from cb_ray.serving.handle_source import own_error
 from cb_ray.serving.replica_router import find_board
-from tests.serving.ending import shut_down
 from tests.serving.fakes import ENDLESS, PACED, STAGE, Stage, load_fake, token_of
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(120)]

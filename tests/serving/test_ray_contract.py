@@ -17,7 +17,7 @@ from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
 from ray.serve._private.utils import get_deployment_actor_name
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter
 
-from cb_ray.serving.replica_router import BOARD, BoardRouter, find_board
+from cb_ray.serving.replica_router import BOARD, BoardRouter, find_board, routing_loop
 
 
 def parameters(function: object) -> list[str]:
@@ -65,3 +65,11 @@ def test_how_a_deployments_actor_is_called(monkeypatch):
     monkeypatch.setattr("ray.get_actor", lambda found, namespace: (found, namespace))
     assert find_board("cb-ray", "Engine") == (name, "serve")
     assert find_board("cb-ray", "Other") is None
+
+
+def test_the_loop_on_which_handles_are_routed():
+    """One for the process, kept where it is made, in a thread that runs it for good."""
+    source = inspect.getsource(serve_router.SingletonThreadRouter._get_singleton_asyncio_loop)
+    assert "cls._asyncio_loop = asyncio.new_event_loop()" in source and "cls._asyncio_loop.run_forever()" in source
+    loop = routing_loop()
+    assert loop is None or loop.is_running()

@@ -16,8 +16,8 @@ from ray import serve
 
 from cb_ray.messages import GenerateRequest
 from cb_ray.serving.app import Cluster, application, parse_args
+from cb_ray.serving.ending import shut_down
 from cb_ray.serving.replica_router import find_board
-from tests.serving.ending import shut_down
 from tests.serving.fakes import STAGE, Stage, load_fake, token_of
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(200)]

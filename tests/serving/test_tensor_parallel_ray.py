@@ -22,8 +22,8 @@ from cb_ray import RemoteManager
 from cb_ray.errors import WeightsError
 from cb_ray.messages import GenerateRequest, SamplingParams, TokenChunk
 from cb_ray.serving.app import Cluster, application, parse_args
+from cb_ray.serving.ending import shut_down
 from cb_ray.serving.replica_router import find_board
-from tests.serving.ending import shut_down
 from tests.serving.teams import followers, replicas, wait_for_ends
 from tests.tiny import make_model, save_model
 

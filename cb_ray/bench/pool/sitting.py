@@ -57,6 +57,8 @@ class Sitting:
         import ray
         from ray import serve
 
+        from ...serving.ending import shut_down
+
         sitting = cls(model, replicas, free_port())
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, sitting.door)
@@ -80,8 +82,7 @@ class Sitting:
                     logging.getLogger("ray.serve").setLevel(logging.ERROR)
                     yield sitting
                 finally:
-                    serve.shutdown()
-                    ray.shutdown()
+                    shut_down()
         finally:
             os.sched_setaffinity(0, before)
 
