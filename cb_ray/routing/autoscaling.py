@@ -28,7 +28,7 @@ class ScaleTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """The pool now. `owed_s`: seconds that one replica alone would need for all work owed, running and waiting."""
+    """The pool now. `owed_s`: seconds that one replica alone would need for all work owed, running and waiting, in full batches."""
 
     replicas: int  # running
     target: int  # asked for before; more than `replicas` while some are starting

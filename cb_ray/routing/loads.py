@@ -22,9 +22,10 @@ class Rates:
     step_s: float = 2e-2
     batch: float = 4.0
 
-    def seconds(self, prefill: float, decode: float) -> float:
-        """Time until so much work is done, at the usual batch: what drains, waits and scaling are reckoned in."""
-        return prefill * self.prefill_s + decode * (self.decode_s + self.step_s / self.batch)
+    def seconds(self, prefill: float, decode: float, batch: float | None = None) -> float:
+        """Time until so much work is done in steps of `batch` answer tokens. Drains and waits are reckoned at the usual batch, which
+        is the default; the number of replicas at the batch of full ones, since fewer replicas would be fuller."""
+        return prefill * self.prefill_s + decode * (self.decode_s + self.step_s / (batch or self.batch))
 
     def added(self, prefill: float, decode: float) -> float:
         """Time by which so much work makes all other work later: what routing is priced in. Steps are made anyway."""

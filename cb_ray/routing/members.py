@@ -61,8 +61,8 @@ class BeatReply:
     known: bool  # the replica is a member
     want_full: bool = False
     abandoned: tuple[str, ...] = ()
-    owed_s: float = 0.0  # seconds this replica owes
-    line_s: float = 0.0  # seconds of work in the waiting line, all together
+    owed_s: float = 0.0  # seconds this replica owes, in full batches
+    line_s: float = 0.0  # seconds of work in the waiting line, all together, in full batches
     num_waiting: int = 0  # in the line
     expected_tokens: float = 0.0  # length of an answer here
 
@@ -118,6 +118,14 @@ class Replica:
     def waiting(self) -> int:
         """Requests that wait inside the engine, as far as is known."""
         return max(self.stalled, self.inside)
+
+    def full_batch(self, tokens: float, crowded: bool) -> float:
+        """Requests that it computes at once when it can take no more: those it has, while others wait for its memory; else its slots,
+        or as many requests of `tokens` as its cache holds. `crowded`: some wait for a place anywhere."""
+        if self.taken and self.accepting and (self.waiting or crowded):
+            return max(1, self.taken - self.waiting)
+        held = math.inf if self.member.cache_tokens is None else self.member.cache_tokens / tokens
+        return max(1.0, min(self.member.slots, held))
 
     def free_slots(self, now: float) -> int:
         if not self.accepting or now < self.blocked_until or self.stalled:

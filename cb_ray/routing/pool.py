@@ -361,7 +361,7 @@ class Pool:
         return self._rates.rates
 
     def owed_s(self) -> float:
-        """Seconds that one replica alone would need for everything that runs and waits."""
+        """Seconds that one replica alone would need for everything that runs and waits, in full batches."""
         return sum(self._owed_s(replica) for replica in self._replicas.values()) + self._line_s()
 
     def is_busy(self, replica: str) -> bool:
@@ -610,10 +610,18 @@ class Pool:
         self.deadline = min(times, default=math.inf)
 
     def _owed_s(self, replica: Replica) -> float:
-        return self.rates.seconds(*replica.owed(self._lengths.mean))
+        return self.rates.seconds(*replica.owed(self._lengths.mean), self._full_batch(replica))
 
     def _line_s(self) -> float:
-        return self.rates.seconds(self._line.num_tokens, len(self._line) * self._lengths.mean)
+        if not self._line:
+            return 0.0
+        batches = [self._full_batch(replica) for replica in self._replicas.values()]
+        batch = sum(batches) / len(batches) if batches else None
+        return self.rates.seconds(self._line.num_tokens, len(self._line) * self._lengths.mean, batch)
+
+    def _full_batch(self, replica: Replica) -> float:
+        tokens = (self._prefill_per_request or 256) + self._lengths.mean  # new ones in the cache, of a request
+        return max(self.rates.batch, replica.full_batch(tokens, crowded=bool(self._line)))
 
     def _describe(self, now: float, replica: Replica) -> dict[str, object]:
         return {

@@ -1,11 +1,15 @@
-"""How many replicas: quick up, slow down, never outside the bounds, and the last one goes last."""
+"""How many replicas: quick up, slow down, never outside the bounds, and the last one goes last; and what they are reckoned by."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cb_ray.routing.autoscaling import Fleet, ScaleMemory, ScaleTargets, desired_replicas
+from cb_ray.routing.loads import Ask
+from cb_ray.routing.members import Beat, Member
+from cb_ray.routing.pool import Pool, PoolLimits
 
 TARGETS = ScaleTargets(
     min_replicas=0, max_replicas=8, target_drain_s=10, upscale_delay_s=1, downscale_delay_s=60, downscale_to_zero_delay_s=300
@@ -89,3 +93,44 @@ def test_never_outside_the_bounds_and_memory_stays_small(story, low, high):
         assert low <= replicas <= high
         assert len(memory.peaks) <= high + 2
         now += pause
+
+
+def owed(replicas: int, requests: int, answer: int = 1000, slots: int = 16) -> float:
+    """What a pool owes whose replicas have been seen to make one answer token a step, with so many requests under way."""
+    pool = Pool(PoolLimits(max_queue_size=0, policy="round_robin"))
+    pool.members(0.0, [Member(replica=f"r{n}", slots=slots) for n in range(replicas)])
+    for number in range(200):
+        beat = Beat(replica="r0", number=number, decode_tokens=5, num_steps=5, busy_s=5 * 0.021)
+        pool.beat(0.0, beat)
+    for number in range(requests):
+        pool.acquire(0.0, Ask(ticket=f"t{number}", request_id=f"q{number}", num_tokens=1, max_new_tokens=answer))
+    return pool.owed_s()
+
+
+def test_requests_alone_owe_no_more_than_requests_together():
+    """Two replicas with a request each owed as much as if steps could not be shared, so a pool that had grown never shrank."""
+    assert owed(replicas=2, requests=2) == pytest.approx(owed(replicas=1, requests=2))
+    assert owed(replicas=4, requests=4) < owed(replicas=1, requests=16)
+
+
+def test_one_long_answer_calls_for_no_second_replica():
+    """A thousand tokens, one a step of 21 ms, take 21 s wherever they are made; more replicas would not end them sooner."""
+    assert owed(replicas=1, requests=1, answer=1000) < TARGETS.target_drain_s
+
+
+def test_what_waits_owes_its_share_of_full_steps():
+    """Sixteen run, thirty-two wait: three times what sixteen owe."""
+    assert owed(replicas=1, requests=48, answer=256) == pytest.approx(3 * owed(replicas=1, requests=16, answer=256), rel=0.01)
+
+
+def test_memory_that_ends_before_the_slots_makes_full_batches_smaller():
+    """Two hundred slots are a promise that a cache for four long prompts does not keep: work takes as long as with four slots."""
+    pool = Pool(PoolLimits(max_queue_size=0))
+    pool.members(0.0, [Member(replica="r0", slots=200)])
+    for number in range(8):
+        pool.acquire(0.0, Ask(ticket=f"t{number}", request_id=f"q{number}", num_tokens=1, max_new_tokens=100))
+    before = pool.owed_s()
+    live = tuple((f"q{number}", 0) for number in range(8))
+    pool.beat(0.0, Beat(replica="r0", number=0, live=live, num_waiting=4))
+    rates = pool.rates
+    assert pool.owed_s() == pytest.approx(rates.seconds(8, 800, batch=4), rel=0.3) and pool.owed_s() > 3 * before
