@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 import time
@@ -235,6 +236,7 @@ class BoardActor:
             peers=lambda: other_boards(here.app_name, here.name, self._name),
         )
         self._watch = watch_replicas(self._set_members)
+        gc.freeze()  # what was imported stays: looking through it would keep all who ask waiting, now and then
 
     async def hello(self) -> str:
         """The name under which this Board is found."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -86,7 +87,9 @@ class Router:
             log_to_stdout()
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        """Serve asks for the ASGI application once the Router is made."""
+        """Serve asks for the ASGI application once the Router is made. What was made by then stays as long as the process, so the
+        garbage collector looks through it no more: that would stop every stream here for a while, now and then."""
+        gc.freeze()
         return self.http
 
     async def generate(
