@@ -4,11 +4,11 @@ Owns `Doorman`. May know no clock or network: `now` is the door's own (seconds, 
 `Room`, in the order in which it was said.
 
     the pool says that it is full, with promises ────────────▶ refused here, each caller with a promise of its own
-    it says that there is a place; it has not been heard ────▶ the pool is asked
+    it says that there are places; it has not been heard ────▶ the pool is asked, by as many at once as there are places
     for `believes_s`; or no promise is left
 
-Invariants: a doorman refuses and never admits; it refuses nobody after word of a place; a promise is given to one caller, and
-before its time.
+Invariants: a doorman refuses and never admits; after word of places it refuses nobody before as many are asking for them; a promise
+is given to one caller, and before its time.
 """
 
 from __future__ import annotations
@@ -31,11 +31,24 @@ class Doorman:
         self._heard_at = self._refused_at = -math.inf
         self._returns: list[float] = []  # a heap: when promised places should be free
         self._untold = 0
+        self._asking = 0  # callers whose question is on its way
 
     def hear(self, now: float, room: Room) -> None:
-        """What the pool says now. Not for answers that may have been overtaken by others: those are `stock`."""
-        self._room = room
+        """What the pool says. What was said before the last that was heard brings its promises only."""
+        if self._room is None or room.number >= self._room.number:
+            self._room = room
         self.stock(now, room)
+
+    def ask(self) -> None:
+        """A caller asks the pool for a place."""
+        self._asking += 1
+
+    def answer(self, now: float, room: Room | None) -> None:
+        """The pool has answered one who asked; `room` is how it looks since. Who does not listen to the pool does not note it: he would
+        not hear when it changes."""
+        self._asking -= 1
+        if room is not None and self._room is not None:
+            self.hear(now, room)
 
     def stock(self, now: float, room: Room) -> None:
         """Promises for what comes next, and a sign that the pool lives."""
@@ -54,7 +67,9 @@ class Doorman:
     def refuse(self, now: float, priority: int = 0) -> Refused | None:
         """A refusal with a place promised to nobody else, or None: then the pool is to be asked."""
         room = self._room
-        if room is None or not room.full or now - self._heard_at > self._believes_s or self._goes_first(priority):
+        if room is None or now - self._heard_at > self._believes_s or self._goes_first(priority):
+            return None
+        if not room.full and self._asking < room.free:
             return None
         self._forget_past(now)
         if not self._returns:

@@ -79,6 +79,8 @@ class Room:
     waiting: int
     limit: int
     first: int | None = None  # priority of who is next in line; who goes before that one may be granted a replica all the same
+    free: int = 1  # places that may be taken, where it is not full
+    number: int = 0  # rises with everything that the pool says
     returns: tuple[float, ...] = ()
 
 
@@ -111,6 +113,7 @@ _COUNTERS = (
     *("prompt_tokens", "predicted_tokens", "cached_tokens"),  # granted; of them expected in caches; found in caches
 )
 _NOTHING = Changes()
+_UNBOUNDED = 2**31  # places, where any number may wait
 _BEAT_S = 0.05  # between two beats of an engine for which others wait
 _ENDS_AGE_S = 0.05  # under a storm of refusals, when places free up is worked out this often and not for each of them
 
@@ -141,6 +144,7 @@ class Pool:
         self._ends_at = -math.inf
         self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self.peak_waiting = 0  # the most that ever waited
+        self._num_said = 0  # rooms told of
         self.reasons: dict[str, int] = {}  # why replicas were chosen → how often
 
     # what callers do
@@ -326,12 +330,15 @@ class Pool:
         """How a door should treat newcomers; if it should refuse them, with so many promises for it to give out. `refused`: how many
         it has refused since it last asked."""
         self.counters["refused"] += refused
+        self._num_said += 1
         full, head = self.is_full(now), self._line.head()
         return Room(
             full=full,
             waiting=self._num_waiting() + len(self._places),
             limit=self.limits.max_queue_size,
             first=None if head is None else head.ask.priority,
+            free=0 if full else self.free_places(now),
+            number=self._num_said,
             returns=tuple(self._promise(now) for _ in range(promises)) if full else (),
         )
 
@@ -345,8 +352,14 @@ class Pool:
         waiting, places = self._num_waiting(), len(self._places)
         if waiting + places < limit or waiting >= limit:
             return waiting >= limit
-        free = sum(replica.free_slots(now) for replica in self._replicas.values()) if not len(self._line) else 0
-        return waiting + max(0, places - free) >= limit
+        return waiting + max(0, places - self._free_slots(now)) >= limit
+
+    def free_places(self, now: float) -> int:
+        """How many newcomers would be given a place now, one after the other."""
+        limit = self.limits.max_queue_size
+        if not limit or self.is_full(now):
+            return 0 if limit else _UNBOUNDED
+        return limit - self._num_waiting() + self._free_slots(now) - len(self._places)
 
     @property
     def num_waiting(self) -> int:
@@ -608,6 +621,10 @@ class Pool:
         if not self._replicas:
             times += [max(w.since, self._no_replica_since or 0.0) + self.limits.cold_start_timeout_s for w in self._line]
         self.deadline = min(times, default=math.inf)
+
+    def _free_slots(self, now: float) -> int:
+        """Of all replicas; while requests are in line, none is free for others."""
+        return 0 if self._line else sum(replica.free_slots(now) for replica in self._replicas.values())
 
     def _owed_s(self, replica: Replica) -> float:
         return self.rates.seconds(*replica.owed(self._lengths.mean), self._full_batch(replica))

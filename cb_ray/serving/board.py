@@ -42,6 +42,7 @@ logger = logging.getLogger("ray.serve")
 
 _DECISIONS_KEPT = 2048
 _SEEN_S = 0.25  # who is told more often sees no more
+_OFFER_S = 0.05  # so long is a place kept from doors that were not told of it: two that come for one are one refused late
 _DECISION_S = (5e-05, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
 _WAIT_S = (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -84,8 +85,12 @@ class BoardState:
         self._changes = 0
         self._telling: asyncio.TimerHandle | None = None
         self._news: asyncio.Event | None = None  # there while somebody watches
-        self._was_full = False
-        self._words: set[asyncio.Future[None]] = set()  # of those who wait for the pool to be as full no more, or to be so full
+        self._words: dict[
+            asyncio.Future[None], bool
+        ] = {}  # of doors that wait for the pool to be otherwise than full, or not full
+        self._num_told = 0  # doors that were told of a place and have not come for it
+        self._offer: asyncio.TimerHandle | None = None  # how long they have for that …
+        self._tells_all = False  # … which is over
 
     @property
     def now(self) -> float:
@@ -106,29 +111,32 @@ class BoardState:
         self._asked.pop(ticket, None)
         self.apply(self.pool.release(self.now, ticket, rejected))
 
-    def reserve(self, request_id: str, holder: str = "") -> Refused | None:
-        answer = self.pool.reserve(self.now, request_id, holder)
+    def reserve(self, request_id: str, holder: str = "") -> tuple[Refused | None, Room]:
+        """A place, or a refusal; and how the pool looks since."""
+        refused = self.pool.reserve(self.now, request_id, holder)
+        if refused is None:
+            self._num_told = max(0, self._num_told - 1)
         self._arm()
-        return answer
+        return refused, self.pool.room(self.now)
 
     def unreserve(self, request_id: str) -> None:
         self.pool.unreserve(request_id)
         self._arm()
 
     async def room(self, heard: bool | None, promises: int, refused: int) -> Room:
-        """Whether the pool is full: at once if that is not what was `heard`, else when it has changed, or after a third of the lease
-        timeout."""
-        self._look()
-        if heard is self.pool.is_full(self.now):
-            self._was_full, word = heard, asyncio.get_running_loop().create_future()
-            self._words.add(word)
+        """Whether the pool is full: at once if nothing or no longer so is what was `heard`, else when it has changed, or after a third
+        of the lease timeout. Of places as many doors are told as there are places, in turn; others when nobody has come for them."""
+        if heard is not None and (heard or not self.pool.is_full(self.now)):
+            word = asyncio.get_running_loop().create_future()
+            self._words[word] = heard
+            self._look()
             try:
                 async with asyncio.timeout(self.pool.limits.lease_timeout_s / 3):
                     await word
             except TimeoutError:
                 pass
             finally:
-                self._words.discard(word)
+                self._words.pop(word, None)
         return self.pool.room(self.now, promises, refused)
 
     async def listen(self, holder: str, held: Sequence[tuple[str, str, str]] = ()) -> list[Granted | Expired]:
@@ -207,12 +215,30 @@ class BoardState:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self.now), self._tick)
 
     def _look(self) -> None:
-        """Whoever waits for the pool to be full, or not to be any more, is told when it has come to that."""
-        if self._words and self.pool.is_full(self.now) is not self._was_full:
-            for word in self._words:
-                if not word.done():
-                    word.set_result(None)
-            self._words = set()
+        """Doors that wait for the pool to be full, or not to be any more, are told when it has come to that."""
+        if not (self._words or self._num_told or self._tells_all):
+            return
+        free = self.pool.free_places(self.now)
+        if not free:
+            self._num_told, self._tells_all = 0, False
+            if self._offer is not None:
+                self._offer.cancel()
+                self._offer = None
+        waiting = [word for word, heard in self._words.items() if heard is bool(free)]
+        if free and not self._tells_all:
+            waiting = waiting[: max(0, free - self._num_told)]
+            self._num_told += len(waiting)
+            if self._num_told and self._offer is None:
+                self._offer = asyncio.get_running_loop().call_later(_OFFER_S, self._tell_all)
+        for word in waiting:
+            del self._words[word]
+            if not word.done():
+                word.set_result(None)
+
+    def _tell_all(self) -> None:
+        """The doors that were told of places have not come for them."""
+        self._offer, self._tells_all = None, True
+        self._look()
 
     def _tick(self) -> None:
         self._timer = None
@@ -253,7 +279,7 @@ class BoardActor:
         self._state.release(ticket, rejected)
         self._weights.advance()
 
-    async def reserve(self, request_id: str, holder: str) -> Refused | None:
+    async def reserve(self, request_id: str, holder: str) -> tuple[Refused | None, Room]:
         return self._state.reserve(request_id, holder)
 
     async def unreserve(self, request_id: str) -> None:

@@ -39,6 +39,14 @@ class Lookout:
             self._stocking = _apart(self._stock())
         raise QueueFullError(refused.waiting, refused.limit, refused.retry_after_s)
 
+    def asking(self) -> None:
+        """A request asks the Board for a place."""
+        self._doorman.ask()
+
+    def answered(self, room: Room | None) -> None:
+        """It has its answer, and this is how the pool looks; None: there was none."""
+        self._doorman.answer(self._clock(), room)
+
     def refused(self) -> None:
         """A request was refused."""
         self._doorman.refused(self._clock())

@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from ..errors import InvalidRequestError, NoReplicaError, QueueFullError
 from ..routing.loads import RoutingDecision
-from ..routing.pool import Granted, Refused
+from ..routing.pool import Granted, Refused, Room
 from ..routing.weights import InFlight, Mode
 from .board_weights import PoolWeights
 from .handle_source import own_error
@@ -52,10 +52,10 @@ class PoolView:
         try:
             for request_id in request_ids:
                 kept.append(request_id)  # before asking: the call may be cancelled when the place is already kept
-                answer = await self._ask("reserve", request_id, "")
-                if isinstance(answer, Refused):
+                refused = await self._place(request_id)
+                if refused is not None:
                     kept.pop()
-                    raise QueueFullError(answer.waiting, answer.limit, answer.retry_after_s)
+                    raise QueueFullError(refused.waiting, refused.limit, refused.retry_after_s)
         except BaseException:
             self.give_back(kept)
             raise
@@ -137,6 +137,15 @@ class PoolView:
             keeping.cancel()
             with contextlib.suppress(RayActorError):  # a Board that died has taken its pauses along
                 await board.let_go.remote(token)
+
+    async def _place(self, request_id: str) -> Refused | None:
+        room: Room | None = None
+        self.lookout.asking()
+        try:
+            refused, room = await self._ask("reserve", request_id, "") or (None, None)
+        finally:
+            self.lookout.answered(room)
+        return refused
 
     async def _ask(self, method: str, *args: Any) -> Any:
         for _ in range(2):  # the Board that was known may have gone with its version of the application

@@ -165,8 +165,52 @@ def test_when_the_storm_is_over_nothing_is_left():
     on_stage(story, lease_timeout_s=0.3)
 
 
+def test_of_one_place_one_door_is_told_at_first():
+    """Two doors that hear of one place send somebody each, and one of the two is refused late. So one is told; the other one is when
+    nobody has come for the place, and at once when there are two."""
+
+    async def story(stage: Stage) -> None:
+        state = stage.state
+
+        async def told(count: int) -> list[asyncio.Future[Any]]:
+            while sum(word.done() for word in waiting) < count:
+                await asyncio.sleep(0)
+            return [word for word in waiting if word.done()]
+
+        waiting = [asyncio.ensure_future(state.room(True, 1, 0)) for _ in range(3)]
+        await asyncio.sleep(0)
+        state.release("t3")
+        (first,) = await told(1)
+        assert (await first).free == 1
+        assert state.reserve("q", "")[1].full
+        state.unreserve("q")
+        assert len(await told(2)) == 2, "the next one hears of the next place"
+        state.release("t2")
+        assert len(await told(3)) == 3
+        waiting = [asyncio.ensure_future(state.room(True, 1, 0)) for _ in range(2)]
+        assert state.pool.free_places(state.now) == 2
+        assert len(await told(2)) == 2, "nobody came: all are told"
+
+    on_stage(story)
+
+
+def test_who_asks_is_told_how_the_pool_looks_since():
+    """The answer to one who took the last place is word that the pool is full, so the next is refused without a question."""
+
+    async def story(stage: Stage) -> None:
+        await stage.full_house()
+        stage.state.release("t3")
+        await stage.heard(full=False)
+        asked = stage.board.calls.count("reserve")
+        first, second = await asyncio.gather(stage.ask(), stage.ask())
+        assert sorted((first.status_code, second.status_code)) == [200, 429]
+        assert stage.board.calls.count("reserve") == asked + 1
+
+    on_stage(story)
+
+
 def test_a_word_is_for_all_doors_and_for_what_they_heard():
-    """Two doors wait for a place and both are told; one that asks with an old word is answered at once."""
+    """Two doors wait for a place and both are told in the end; one that asks with an old word is answered at once."""
 
     async def story(stage: Stage) -> None:
         state = stage.state
