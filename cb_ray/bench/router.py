@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from ..digests import page_digests
 from ..routing.loads import Ask
 from ..routing.members import Member
-from ..routing.pool import Granted, Pool, PoolLimits
+from ..routing.pool import Pool, PoolLimits
+from ..routing.replies import Granted
 
 POLICIES = ("prefix_aware", "least_work", "power_of_two", "round_robin")
 _TAIL = 192  # tokens of a prompt that are its own

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 
-from .pool import Refused, Room
+from .replies import Refused, Room
 
 _CONTESTED_S = 1.0  # so short a while after a refusal, the next may be near
 _CALM_S = 10.0
@@ -69,7 +69,7 @@ class Doorman:
         room = self._room
         if room is None or now - self._heard_at > self._believes_s or self._goes_first(priority):
             return None
-        if not room.full and self._asking < room.free:
+        if self._asking < room.free:
             return None
         self._forget_past(now)
         if not self._returns:

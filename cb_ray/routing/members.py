@@ -62,7 +62,7 @@ class BeatReply:
     want_full: bool = False
     abandoned: tuple[str, ...] = ()
     owed_s: float = 0.0  # seconds this replica owes, in full batches
-    line_s: float = 0.0  # seconds of work in the waiting line, all together, in full batches
+    line_s: float = 0.0  # seconds of work in the waiting line, all together, in full batches of this replica
     num_waiting: int = 0  # in the line
     expected_tokens: float = 0.0  # length of an answer here
 

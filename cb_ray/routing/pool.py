@@ -1,7 +1,7 @@
 """The pool: who is granted which replica, who waits, who is refused. The one writer of leases, owed work and the waiting line.
 
-Owns `Pool` and the answers it gives (`Granted`, `Queued`, `Refused`, `Expired`, `Changes`, `Room`). May know no clock, thread or
-network: `now` (seconds, any origin) comes in, and what changed goes out: an actor can wake futures, a simulator can replay a trace.
+Owns `Pool` and `PoolLimits`. May know no clock, thread or network: `now` (seconds, any origin) comes in, and what changed goes out
+(`replies.py`): an actor can wake futures, a simulator can replay a trace.
 
     acquire ─┬─ a replica has room and nobody is before it ──▶ Granted (reserved in the same step)
              ├─ fewer than max_queue_size wait ──────────────▶ Queued ──(release, beat, members)──▶ Granted
@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 from .admission import LengthMeter, RateMeter, ReturnPacer
 from .line import Waiting, WaitingLine
@@ -25,6 +24,7 @@ from .loads import Ask, Rates, ReplicaLoad, RoutingDecision
 from .members import Beat, BeatReply, Lease, Member, Replica
 from .policies import Field, LeastWork, Patience, Picker, Policy, PrefixAware, make_policy
 from .prefix_index import PrefixIndex
+from .replies import Changes, Expired, Granted, Queued, Refused, Room
 from .sheet import Sheet, worth_waiting
 
 
@@ -39,67 +39,6 @@ class PoolLimits:
     lease_timeout_s: float = 30.0
     cold_start_timeout_s: float = 300.0
     block_s: float = 0.1  # how long a replica that refused a grant is left alone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
-    """`ticket` now names a lease on `replica`."""
-
-    ticket: str
-    replica: str
-    decision: RoutingDecision
-    holder: str = ""
-    waited_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Queued:
-    """`ticket` stands in line behind at most `ahead` others."""
-
-    ticket: str
-    ahead: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """As many wait as may wait."""
-
-    ticket: str
-    waiting: int
-    limit: int
-    retry_after_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """Whether newcomers are refused, for a door that then refuses them itself. `returns`: seconds until places that are promised to
-    that door alone."""
-
-    full: bool
-    waiting: int
-    limit: int
-    first: int | None = None  # priority of who is next in line; who goes before that one may be granted a replica all the same
-    free: int = 1  # places that may be taken, where it is not full
-    number: int = 0  # rises with everything that the pool says
-    returns: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expired:
-    """`ticket` left the line without a grant: no replica came up in time, or its holder has gone."""
-
-    ticket: str
-    holder: str
-    waited_s: float
-    reason: Literal["no_replica", "holder_gone"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
-    """What a transition did to those who waited."""
-
-    granted: tuple[Granted, ...] = ()
-    expired: tuple[Expired, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +230,7 @@ class Pool:
             want_full=not replica.has_index,
             abandoned=tuple(replica.abandoned),
             owed_s=self._owed_s(replica),
-            line_s=self._line_s(),
+            line_s=self._line_s(self._full_batch(replica)),
             num_waiting=len(self._line),
             expected_tokens=self._lengths.mean,
         )
@@ -331,15 +270,14 @@ class Pool:
         it has refused since it last asked."""
         self.counters["refused"] += refused
         self._num_said += 1
-        full, head = self.is_full(now), self._line.head()
+        free, head = self.free_places(now), self._line.head()
         return Room(
-            full=full,
+            free=free,
             waiting=self._num_waiting() + len(self._places),
             limit=self.limits.max_queue_size,
             first=None if head is None else head.ask.priority,
-            free=0 if full else self.free_places(now),
             number=self._num_said,
-            returns=tuple(self._promise(now) for _ in range(promises)) if full else (),
+            returns=() if free else tuple(self._promise(now) for _ in range(promises)),
         )
 
     # questions
@@ -375,7 +313,9 @@ class Pool:
 
     def owed_s(self) -> float:
         """Seconds that one replica alone would need for everything that runs and waits, in full batches."""
-        return sum(self._owed_s(replica) for replica in self._replicas.values()) + self._line_s()
+        batches = [self._full_batch(replica) for replica in self._replicas.values()]
+        mean = sum(batches) / len(batches) if batches else None
+        return sum(self._owed_s(replica) for replica in self._replicas.values()) + self._line_s(mean)
 
     def is_busy(self, replica: str) -> bool:
         """Whether requests are with this replica, or on their way to it."""
@@ -629,11 +569,7 @@ class Pool:
     def _owed_s(self, replica: Replica) -> float:
         return self.rates.seconds(*replica.owed(self._lengths.mean), self._full_batch(replica))
 
-    def _line_s(self) -> float:
-        if not self._line:
-            return 0.0
-        batches = [self._full_batch(replica) for replica in self._replicas.values()]
-        batch = sum(batches) / len(batches) if batches else None
+    def _line_s(self, batch: float | None) -> float:
         return self.rates.seconds(self._line.num_tokens, len(self._line) * self._lengths.mean, batch)
 
     def _full_batch(self, replica: Replica) -> float:

@@ -33,7 +33,8 @@ from ray import serve
 from ..digests import page_digests
 from ..routing.loads import Ask, RoutingDecision
 from ..routing.members import Beat, BeatReply, Member
-from ..routing.pool import Changes, Expired, Granted, Pool, PoolLimits, Queued, Refused, Room
+from ..routing.pool import Pool, PoolLimits
+from ..routing.replies import Changes, Expired, Granted, Queued, Refused, Room
 from ..routing.weights import InFlight, Mode, Order, Report
 from .board_weights import BoardWeights, Current, PoolWeights, Stored
 from .replica_router import other_boards, watch_replicas
@@ -85,9 +86,7 @@ class BoardState:
         self._changes = 0
         self._telling: asyncio.TimerHandle | None = None
         self._news: asyncio.Event | None = None  # there while somebody watches
-        self._words: dict[
-            asyncio.Future[None], bool
-        ] = {}  # of doors that wait for the pool to be otherwise than full, or not full
+        self._words: dict[asyncio.Future[None], bool] = {}  # doors that wait for another word than this: the pool is full
         self._num_told = 0  # doors that were told of a place and have not come for it
         self._offer: asyncio.TimerHandle | None = None  # how long they have for that …
         self._tells_all = False  # … which is over

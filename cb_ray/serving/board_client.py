@@ -20,7 +20,8 @@ from ray.exceptions import RayActorError
 
 from ..errors import CbRayError, NoReplicaError, QueueFullError
 from ..routing.loads import Ask
-from ..routing.pool import Expired, Granted, PoolLimits, Refused
+from ..routing.pool import PoolLimits
+from ..routing.replies import Expired, Granted, Refused
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 4.0
 

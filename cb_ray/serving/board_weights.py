@@ -21,7 +21,8 @@ from typing import Any, Literal
 import ray
 
 from ..errors import CbRayError, WeightsError
-from ..routing.pool import Changes, Pool
+from ..routing.pool import Pool
+from ..routing.replies import Changes
 from ..routing.weights import Ended, InFlight, Mode, Order, Report, WeightsBook
 
 logger = logging.getLogger("ray.serve")

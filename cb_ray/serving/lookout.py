@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import QueueFullError
 from ..routing.doorman import Doorman
-from ..routing.pool import Room
+from ..routing.replies import Room
 
 
 class Lookout:

@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from ..errors import InvalidRequestError, NoReplicaError, QueueFullError
 from ..routing.loads import RoutingDecision
-from ..routing.pool import Granted, Refused, Room
+from ..routing.replies import Granted, Refused, Room
 from ..routing.weights import InFlight, Mode
 from .board_weights import PoolWeights
 from .handle_source import own_error

@@ -20,7 +20,8 @@ from ..messages import GenerateRequest, RequestStatus, SamplingParams, TokenChun
 from ..routing.loads import Ask
 from ..routing.members import Beat, Member
 from ..routing.policies import Policy
-from ..routing.pool import Changes, Granted, Pool, PoolLimits, Refused
+from ..routing.pool import Pool, PoolLimits
+from ..routing.replies import Changes, Granted, Refused
 from .agenda import Agenda, Turn, seconds, ticks
 from .ledger import Ledger, Moment, Outcome
 from .promises import Promises

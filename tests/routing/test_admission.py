@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cb_ray.routing.admission import LengthMeter, RateMeter, ReturnPacer
 from cb_ray.routing.loads import Ask, Rates
 from cb_ray.routing.members import Member
-from cb_ray.routing.pool import Granted, Pool, PoolLimits, Refused
+from cb_ray.routing.pool import Pool, PoolLimits
+from cb_ray.routing.replies import Granted, Refused
 
 
 @given(

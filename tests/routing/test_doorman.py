@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cb_ray.routing.doorman import Doorman
 from cb_ray.routing.loads import Ask
 from cb_ray.routing.members import Member
-from cb_ray.routing.pool import Pool, PoolLimits, Queued, Room
+from cb_ray.routing.pool import Pool, PoolLimits
+from cb_ray.routing.replies import Queued, Room
 
 BELIEVES_S = 2.0
 
@@ -205,7 +206,7 @@ def test_promises_outlast_a_place_that_was_taken_at_once():
     pool, door = full_pool(), Doorman(promises=4)
     door.hear(0.0, pool.room(0.0, door.wants(0.0)))
     assert door.refuse(0.0) is not None
-    door.hear(0.1, Room(full=False, waiting=0, limit=1, number=2))
+    door.hear(0.1, Room(free=1, waiting=0, limit=1, number=2))
     assert door.refuse(0.1) is None and door.asks_first(0.1) and not door.asks_first(1.2)
     assert door.wants(0.1) == 1
 

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cb_ray.routing.loads import Ask
 from cb_ray.routing.members import Beat, Member
-from cb_ray.routing.pool import Changes, Granted, Pool, PoolLimits, Queued, Refused
+from cb_ray.routing.pool import Pool, PoolLimits
+from cb_ray.routing.replies import Changes, Granted, Queued, Refused
 
 PAGES = [bytes([n]) * 16 for n in range(6)]
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cb_ray.routing.loads import Ask
 from cb_ray.routing.members import Beat, Member
-from cb_ray.routing.pool import Granted, Pool, PoolLimits
+from cb_ray.routing.pool import Pool, PoolLimits
+from cb_ray.routing.replies import Granted
 
 PAGES = [bytes([n]) * 16 for n in range(8)]
 NAMES = [f"r{n}" for n in range(5)]

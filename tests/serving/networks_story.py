@@ -14,6 +14,7 @@ from ray.util.placement_group import placement_group_table
 
 from cb_ray.messages import GenerateRequest, SamplingParams
 from cb_ray.serving.app import Cluster, application, parse_args
+from cb_ray.serving.ending import shut_down
 
 
 async def read() -> list[int]:
@@ -36,7 +37,7 @@ def main(address: str, own_ip: str, model: str, seen: str) -> None:
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     (group,) = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
     tokens = asyncio.run(read())
-    serve.shutdown()
+    shut_down()
     nodes = sorted(addresses[node] for node in group["bundles_to_node_id"].values())
     Path(seen).write_text(json.dumps({"nodes": nodes, "tokens": tokens}))
 

@@ -18,7 +18,8 @@ from cb_ray.engine.generate import init_continuous_batching
 from cb_ray.engine.weights import Update
 from cb_ray.errors import NoReplicaError, WeightsError
 from cb_ray.routing.members import Member
-from cb_ray.routing.pool import Changes, Pool
+from cb_ray.routing.pool import Pool
+from cb_ray.routing.replies import Changes
 from cb_ray.serving.board_weights import BoardWeights, Current
 from cb_ray.serving.replica_weights import ReplicaWeights
 from tests.engine.test_weights import PROMPT, SMALL, alone, greedy
